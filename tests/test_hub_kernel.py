@@ -260,7 +260,7 @@ ONE_COLUMN = ("apply_rotary_half_width", "apply_rotary_interleaved")  # for each
 OTHER_LAYERS = {
     "gpt_oss": "apply_rotary_half_width",
     "openai_privacy_filter": "apply_rotary_interleaved",
-    "nanochat": "apply_rotary_conjugate",
+    "nanochat": "apply_rotary_conjugate",  # until transformers 5.23
 }
 
 
@@ -269,7 +269,7 @@ def test_every_function_of_transformers(package):
     q, k, angles = operands()
     functions = dict(functions_of_transformers())
     assert len(functions) == 122  # as docs/use_in.md counts them
-    assert functions.keys() > OTHER_LAYERS.keys()
+    assert OTHER_LAYERS.keys() - functions.keys() <= {"nanochat"}
     for model, function in functions.items():
         name = OTHER_LAYERS.get(model, "apply_rotary_transformers")
         cos, sin = tables(angles, columns="once" if name in ONE_COLUMN else "twice")

@@ -64,7 +64,7 @@ class Box:
         """Return x (batch, heads, seq, head_dim) rotated at `positions` (seq,) or (seq, axes)."""
         return self.call(self.given(x, positions))[0]
 
-    def given(self, x: Array, positions: Array) -> dict[str, Any]:
+    def given(self, x: Array, positions: Array) -> dict[str, object]:
         """Return new arguments of the callable by name, arrays of its own library."""
         arrays = self.arguments(x if self.seq_dim == -2 else x.swapaxes(1, 2), positions)
         return {name: self.convert(array) for name, array in arrays.items()}
