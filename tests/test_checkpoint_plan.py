@@ -579,6 +579,14 @@ def test_a_hostile_config_gives_one_sentence(case):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("parameter", ["ia3_l", "weight_g", "weight_mask"])
+def test_no_advice_to_leave_a_parameter_of_a_key_that_moves(parameter):
+    tensors = shapes(k_proj__weight=(32, 64), q_proj__weight=(64, 64))
+    tensors[f"model.layers.0.self_attn.k_proj.{parameter}"] = Tensor("F32", (32, 1), 0, 0)
+    with pytest.raises(ValueError, match=f"how '{parameter}' is applied .* merge it into"):
+        plan(tensors, GROUPED, "half", "interleaved")
+
+
 def test_a_layer_number_of_5000_digits_is_no_layer():
     tensors = {f"model.layers.{'9' * 5000}.self_attn.k_proj.weight": Tensor("F32", (32, 64), 0, 0)}
     with pytest.raises(ValueError, match="looks like a query or a key, but its name is not known"):

@@ -232,6 +232,12 @@ its name is not known; if it is neither, copy it unchanged with --leave (leave=[
         if name := asked.get(tensor) or classify(tensor, model):
             names.append(name)
         elif _LOOKS.search(tensor):
+            owner, _, parameter = tensor.rpartition(".")
+            if (known := classify(f"{owner}.weight", model)) and known.kind != LEFT:
+                raise ValueError(
+                    f"tensor {tensor!r} belongs to a query or a key, but it is not known how "
+                    f"{parameter!r} is applied to its channels: merge it into the weight first"
+                )
             raise ValueError(
                 f"tensor {tensor!r} looks like a query or a key, but its name is not known; if it "
                 "is neither, copy it unchanged with --leave (leave=[...])"
