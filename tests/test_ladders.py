@@ -310,7 +310,7 @@ def test_the_command_reads_a_curve(main, tmp_path):
     [
         ("", "say what is wanted, with exactly one of --keep N"),
         ("--keep 50 --at-least 0.5", "say what is wanted, with exactly one of"),
-        ("--keep 500", "until must be in 1 .. 100, got 500"),
+        ("--keep 500", "--keep must be in 1 .. 100, the length, got 500"),
         ("--keep 50 --power 1", "--power cannot be given without --at-least"),
         ("--at-least 0.5", "--at-least needs --until N"),
         ("--at-least 1.5 --until 9", "at_least is a share of B_0, in 0 .. 1; got 1.5"),

@@ -159,6 +159,8 @@ def _wanted(
     if at_least is None and used:
         raise ValueError(f"{', '.join(used)} cannot be given without --at-least")
     if keep is not None:
+        if not 1 <= keep <= length:
+            raise ValueError(f"--keep must be in 1 .. {length}, the length, got {keep}")
         return ladders.wanted_reach(spec, keep, length)
     if curve is not None:
         values, distances = _read(curve)
