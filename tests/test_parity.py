@@ -44,6 +44,11 @@ REFUSED = {
 # (class, rope type) that transformers takes and we refuse, with what we say
 OURS = {("EfficientLoFTRRotaryEmbedding", "linear"): "reads only rope_type default"}
 CLASSES = make_models.rotary_classes()
+OWNERS = {
+    name: owner
+    for name, owner in make_models.owners_of_code().items()
+    if "hidden_size" in MODELS.get(owner, {})  # it rotates itself, and not one of its parts
+}
 PLAIN = [
     (module, name)
     for (module, name), source in CLASSES.items()
@@ -324,6 +329,13 @@ def test_vjepa2_turns_the_two_channels_of_a_pair_by_different_angles():
 
 
 # --- models that have no such class ---
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_model_type_that_uses_the_code_of_another(name):
+    ((module, kind),) = [each for each in CLASSES if f".models.{OWNERS[name]}." in each[0]]
+    (case,) = parity.cases(made_of(module, kind)[0], transformers.AutoConfig.for_model(name))
+    parity.compare(case)
 
 
 @pytest.mark.parametrize("name", ["gptj", "codegen"])

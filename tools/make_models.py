@@ -376,7 +376,9 @@ def code_of(name: str) -> str:
 
 def without_rope(table: Mapping[str, object]) -> list[str]:
     """The model types of transformers whose code has no rotation."""
-    code = {name: code_of(name) for name in CONFIG_MAPPING_NAMES if name not in table}
+    owners = owners_of_code()
+    names = [name for name in CONFIG_MAPPING_NAMES if name not in table]
+    code = {name: code_of(owners.get(name, name)) for name in names}
     return sorted(
         name
         for name, text in code.items()
