@@ -166,8 +166,10 @@ class Log(logging.Handler):
         logger = logging.getLogger(name)
         before = logger.level
         logger.setLevel(level)
-        yield
-        logger.setLevel(before)
+        try:
+            yield
+        finally:
+            logger.setLevel(before)
 
 
 @pytest.fixture
