@@ -7,7 +7,7 @@ import mpmath
 import numpy as np
 import pytest
 from grids import pairwise
-from libraries import enable_x64, if_installed
+from libraries import enable_x64, if_installed, is_jax_on_cpu
 
 import rotary
 from rotary import angles
@@ -143,7 +143,8 @@ def test_tables_equal_those_of_numpy(name):
         strict=True,
     ):  # fmt: skip
         assert isinstance(got, jax.Array)
-        assert np.array_equal(got, table)
+        assert np.array_equal(got, table) or not is_jax_on_cpu()
+        assert abs(np.asarray(got) - table).max() <= 2e-7 * factor
         assert abs(np.asarray(traced) - table).max() <= 2e-7 * factor
 
 
@@ -163,6 +164,8 @@ def test_fractional_positions_are_exact_without_float64(inv_freq, dtype):
 
 
 def test_known_fractional_positions_go_the_way_of_numpy():
+    if not is_jax_on_cpu():
+        pytest.skip("only numbers on the host are read")
     positions = np.arange(9) / 4
     want = rotary.cos_sin(SPEC, positions)
     given = jnp.array(positions, np.float32)  # quarters are exact in it
@@ -176,6 +179,7 @@ def test_fractional_positions_that_cannot_be_turned_give_nan():
     positions = jnp.array([0.5, 2.0**28, 2.0**28 + 32, -jnp.inf, jnp.nan, 7.0])
     for table in traced_tables(SPEC, positions):
         assert np.isnan(table).all(axis=1).tolist() == [False, False, True, True, True, False]
+    positions = positions if is_jax_on_cpu() else np.asarray(positions)
     with pytest.raises(ValueError, match=r"fractional positions must be <= 2\^28"):
         rotary.cos_sin(SPEC, positions[:3])
     with pytest.raises(ValueError, match="positions must be finite"):
@@ -225,11 +229,11 @@ def test_other_types_of_positions_are_refused(dtype):
 
 
 def test_known_positions_are_checked_and_traced_ones_are_turned():
-    with pytest.raises(ValueError, match="positions must be >= 0, got -1"):
-        rotary.cos_sin(SPEC, jnp.array([-1, 4]))
     tables = jax.jit(lambda p: rotary.cos_sin(SPEC, p))(jnp.array([-1, 4]))
     for got, want in zip(tables, exact(SPEC, [-1, 4]), strict=True):
         assert abs(np.asarray(got) - want).max() <= 1.5e-7
+    with pytest.raises(ValueError, match="positions must be >= 0, got -1"):
+        rotary.cos_sin(SPEC, jnp.array([-1, 4]) if is_jax_on_cpu() else np.array([-1, 4]))
 
 
 def test_long_numpy_positions_lose_nothing_without_64_bit_types():
@@ -378,7 +382,7 @@ def test_rows_outside_a_table_are_an_error_or_nan_and_never_another_row(dtype):
         got = np.asarray(jax.jit(call)(q, rows))
         assert np.isnan(got[:, :, ~inside]).all()
         assert_near(got[:, :, inside], want)
-        for known in (rows, rows.tolist(), jnp.array(rows)):
+        for known in (rows, rows.tolist(), jnp.array(rows))[: 3 if is_jax_on_cpu() else 2]:
             with pytest.raises(ValueError, match="the tables have 11 rows"):
                 call(jnp.array(q), known)
         assert_near(call(jnp.array(q[:, :, inside]), jnp.array(rows[inside])), want)
@@ -560,7 +564,9 @@ def test_a_length_that_is_traced_is_refused():
 
 
 def program(function, *arguments):
-    """The text of the optimised program."""
+    """The text of the optimised program, as XLA makes it for a CPU."""
+    if not is_jax_on_cpu():
+        pytest.skip("another program than that for a CPU")
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         return jax.jit(function).lower(*arguments).compile().as_text()
@@ -677,3 +683,47 @@ def test_the_reader_of_programs_sees_more_than_one_loop():
 def test_tables_of_a_traced_call_need_no_64_bit_type():
     text = jax.jit(lambda p: rotary.cos_sin(SPEC, p)).lower(jnp.arange(9)).as_text()
     assert not re.search(r"[iuf]64>", text)
+
+
+# --- for a GPU ---
+
+
+@pytest.fixture
+def for_a_gpu(monkeypatch):
+    """Programs are traced as where JAX has a GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("for_a_gpu")
+@pytest.mark.parametrize(("name", "dtype"), list(pairwise(SPECS, ("float32", "bfloat16"))))
+def test_the_formula_for_a_gpu_has_the_same_numbers_and_gradients(name, dtype):
+    spec = SPECS[name]
+    q, k = pair(spec, DTYPES[dtype])
+    positions = ids(spec, 2, 7)
+    want = rotary.apply(spec, q, k, positions=positions)
+    back = rotary.apply(spec, q, k, positions=positions, conjugate=True)
+
+    @jax.jit
+    def both_ways(q, k):
+        results, transpose = jax.vjp(lambda q, k: rotary.apply(spec, q, k, positions=positions),
+                                     q, k)  # fmt: skip
+        return results, transpose((q, k))
+
+    for got, expected in zip(both_ways(jnp.array(q), jnp.array(k)), (want, back), strict=True):
+        for array, other in zip(got, expected, strict=True):
+            assert_near(array, other)
+
+
+@pytest.mark.usefixtures("for_a_gpu")
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_a_gpu_gets_no_blocks_of_channels_and_no_branches(layout):
+    """XLA for a GPU reads blocks, and stacked pairs, at half the speed."""
+    x = jax.ShapeDtypeStruct((1, 8, 512, 128), DTYPES["bfloat16"])
+    table = jax.ShapeDtypeStruct((512, 64), np.float32)
+    text = jax.jit(lambda *xs: rotary.rotate(*xs, layout=layout)).lower(x, table, table).as_text()
+    joined = re.findall(r"stablehlo.concatenate.* -> tensor<(\S+)xbf16>", text)
+    assert joined == (["1x8x512x128"] if layout == "half" else [])
+    assert ("stablehlo.reverse" in text) == (layout == "interleaved")

@@ -150,7 +150,7 @@ def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry, is_short: bool
     else:
         head, both, tail = _parted(x, (start, 2 * pairs, rest))
         both = both.astype(work).reshape(*x.shape[:-1], pairs, 2)
-        if geometry.out_layout == "interleaved" and not is_short:
+        if geometry.out_layout == "interleaved" and (_is_for_gpu() or not is_short):
             return _joined((head, _side_by_side(both, cos, sin).astype(x.dtype), tail))
         u, v = (part.squeeze(-1) for part in jnp.split(both, 2, axis=-1))
     one, other = u * cos - v * sin, v * cos + u * sin
@@ -163,21 +163,28 @@ def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry, is_short: bool
 def _side_by_side(both: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs (..., pairs, 2) without splitting them: u cos - v sin, v cos + u sin.
 
-    Returns (..., 2 pairs). As a reversal gives the other channel, XLA's loop on a CPU has no branch
-    and is vectorized, and so is its transpose. With 16-bit loads it is not: `stack`, with a branch,
-    is then twice as fast.
+    Returns (..., 2 pairs). As a reversal gives the other channel, XLA's loop has no branch: on a
+    CPU it is vectorized, and so is its transpose. With 16-bit loads it is not: `stack`, with a
+    branch, is then twice as fast on a CPU, and takes twice as long on a GPU.
     """
     signed = jnp.where(np.array([True, False]), -sin[..., None], sin[..., None])
     turned = both * cos[..., None] + lax.rev(both, (both.ndim - 1,)) * signed
     return turned.reshape(*both.shape[:-2], 2 * both.shape[-2])
 
 
+def _is_for_gpu() -> bool:
+    """Whether a program that is traced now will run on a GPU, if it runs where JAX puts arrays."""
+    return jax.default_backend() == "gpu"
+
+
 def _parted(x: Array, sizes: Sequence[int]) -> list[Array]:
     """Split the last axis into parts; by split, not slices, so that the transpose is a join."""
+    ends = list(itertools.accumulate(sizes[:-1]))
+    if _is_for_gpu():
+        return jnp.split(x, ends, axis=-1)
     block = math.gcd(*sizes)
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    ends = [end // block for end in itertools.accumulate(sizes[:-1])]
-    parts = jnp.split(blocks, ends, axis=-2)
+    parts = jnp.split(blocks, [end // block for end in ends], axis=-2)
     return [  # an empty part cannot be reshaped under explicit sharding
         part.reshape(*x.shape[:-1], size) if size else x[..., :0]
         for part, size in zip(parts, sizes, strict=True)
@@ -187,14 +194,17 @@ def _parted(x: Array, sizes: Sequence[int]) -> list[Array]:
 def _joined(parts: Sequence[Array]) -> Array:
     """Join the parts along the last axis.
 
-    They are joined along an extra axis before it, in blocks that divide every part: XLA fuses that.
+    For a CPU they are joined along an extra axis before it, in blocks that divide every part: XLA
+    fuses that. For a GPU it fuses the plain join, and takes twice as long for blocks.
     """
+    parts = [part for part in parts if part.shape[-1]]
+    if _is_for_gpu():
+        return jnp.concatenate(parts, axis=-1)
     sizes = [part.shape[-1] for part in parts]
     block = math.gcd(*sizes)
     blocks = [
         part.reshape(*part.shape[:-1], size // block, block)
         for part, size in zip(parts, sizes, strict=True)
-        if size
     ]
     return jnp.concatenate(blocks, axis=-2).reshape(*parts[0].shape[:-1], sum(sizes))
 
