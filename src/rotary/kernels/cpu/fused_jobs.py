@@ -13,10 +13,9 @@ from .. import Numbers as Array
 from ..geometry import Geometry
 from ..memory import SIZES, Block, extent, is_contiguous_last, is_injective
 from ..numpy import address
-from . import fused_loops, loops, threads
+from . import fused_loops, loops, short_floats, threads
 from .jobs import STREAM_BYTES, TILE_BYTES, is_aligned, merged_axes
 from .rows import MODES, STREAMING, is_doubled
-from .short_floats import ORDER, PACKED, has_packing
 from .vectors import CACHE_LINE
 
 
@@ -334,13 +333,13 @@ def order(
     """
     channels = np.arange(width)
     both = [channels[each] for each in pair_slices(2 * pairs, layouts[0], start)]
-    rotated = np.concatenate(both)
+    rotated, block = np.concatenate(both), short_floats.order()
     if how == "rows" and is_doubled(dtype, *layouts):
         rotated = channels[start : start + 2 * pairs]
-    elif (how, dtype, layouts) == ("rows", "bfloat16", ("half", "half")) and has_packing():
+    elif (how, dtype, layouts) == ("rows", "bfloat16", ("half", "half")) and block:
         for half in both:
-            blocks = half[: pairs // PACKED * PACKED].reshape(-1, PACKED)
-            blocks[:] = blocks[:, ORDER]
+            blocks = half[: pairs // len(block) * len(block)].reshape(-1, len(block))
+            blocks[:] = blocks[:, block]
         rotated = np.concatenate(both)
     result = np.concatenate([rotated, channels[:start], channels[start + 2 * pairs :]])
     return None if (result == np.arange(width)).all() else result

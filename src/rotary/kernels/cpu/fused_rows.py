@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from . import short_floats
 from . import vectors as vec
 from .instructions import POINTER, copy_bytes, function_of, joined, members
 from .rows import STREAMING, by_mode, fill_lines, line_at, numbers_per_pair, reader, rotate_pairs
@@ -50,6 +51,7 @@ def weight_row(context, tag, kind, weight, order, add_one, count, gain):
             value = vec.load_wide(b, of, vec.at(b, weight, source, size), lanes)
             value = vec.as_real(b, tag, vec.as_double(b, value))
             value = b.fadd(value, vec.splat(b, added, lanes))
+            value = short_floats.plain(b, value) if tag is types.uint16 else value
             vec.store(b, value, vec.at(b, gain, index, vec.width_of(tag)))
 
         for number, of in enumerate(_WEIGHTS):
@@ -75,6 +77,8 @@ def square_rows(context, tag, x, step, width, count, partial):
         total = Sum(b, real, widths[-1])
         # fused with the additions where possible: squares of 16 bits are exact
         flags = ("contract",) if size == 2 else ()
+        # not in blocks of more numbers than there are sums
+        is_reordered = vec.is_reordered(tag, total.lanes)
         has_rest = b.icmp_signed("!=", b.and_(width, vec.constant(I64, 1, widths[-1] - 1)), NONE)
         with vec.loop(b, NONE, count, 1) as at:
             total.reset()
@@ -83,14 +87,12 @@ def square_rows(context, tag, x, step, width, count, partial):
             def body(index, lanes):
                 for before, count_ in vec.pieces(tag, lanes):
                     place = vec.at(b, row, b.add(index, before), size)
-                    order = vec.is_reordered(tag, count_)
-                    value = vec.load_wide(b, tag, place, count_, order)
+                    value = vec.load_wide(b, tag, place, count_, is_reordered and count_ > 1)
                     total.add(b.fmul(value, value, flags=flags), before)
 
             vec.each(b, width, widths, body)
             place = vec.at(b, partial, at, EIGHT * vec.width_of(tag))
-            value = total.vector(vec.is_reordered(tag, total.lanes))
-            vec.store(b, halved(b, value, EIGHT), place)
+            vec.store(b, halved(b, total.vector(is_reordered), EIGHT), place)
             with b.if_then(has_rest):
                 first = b.fadd(vec.load(b, real, place), b.load(total.single))
                 vec.store(b, first, place)
@@ -178,8 +180,8 @@ def numbers_at(
     for before in range(0, lanes, CACHE_LINE // width):
         place = b.mul(b.add(index, vec.constant(I64, 1, before)), vec.constant(I64, 1, width))
         count = min(lanes, CACHE_LINE // width)
-        parts.append(vec.load_reals(b, real, b.add(start, b.and_(place, mask)), count, reordered))
-    return joined(b, parts)
+        parts.append(vec.load(b, real, b.add(start, b.and_(place, mask)), count))
+    return short_floats.reordered(b, joined(b, parts)) if reordered else joined(b, parts)
 
 
 @intrinsic

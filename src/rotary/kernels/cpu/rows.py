@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from . import short_floats
 from . import vectors as vec
 from .instructions import POINTER, copy_bytes, member_at, members
 from .vectors import ELEMENTS, F32, F64, I64, NONE
@@ -106,6 +107,8 @@ def fill_lines(
     # the layouts for which rows of this dtype are not read in order
     special = "interleaved" if is_doubled(tag, "interleaved", "interleaved") else "half"
     special_mode = MODES.index((special, special, False))
+    # a block of numbers that have another order is filled at once
+    widths = (32, 16) if vec.is_reordered(tag, 32) and not vec.is_reordered(tag, 16) else (16,)
     with vec.loop(b, NONE, count, 1) as at:
         offset = vec.stepped(b, start, at, step)
         before = b.block
@@ -129,6 +132,8 @@ def fill_lines(
                 first, second = weights_at(at, index, lanes, order)
                 parts = [b.fmul(c, first), b.fmul(s, second)]
                 parts += [b.fmul(c, second), b.fmul(s, first)]
+            if tag is types.uint16:
+                parts = [short_floats.plain(b, part) for part in parts]
             if not is_doubled(tag, *layouts):
                 for number, part in enumerate(parts):
                     after = b.mul(pairs, vec.constant(I64, 1, number))
@@ -144,7 +149,7 @@ def fill_lines(
         with b.if_else(is_special) as branches:
             for layouts, branch in zip(((special, special), PLAIN), branches, strict=True):
                 with branch:
-                    vec.each(b, pairs, (16,), functools.partial(fill, layouts))
+                    vec.each(b, pairs, widths, functools.partial(fill, layouts))
 
 
 def rotate_pairs(

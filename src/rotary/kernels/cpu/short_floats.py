@@ -3,11 +3,14 @@
 Formats are named by the bits of their mantissas: 10 for float16, 3 for float8_e4m3fn, 2 for
 float8_e5m2. On a processor without instructions for float16, integer arithmetic converts it. On one
 that looks up bytes in a table within registers (VBMI of x86), 8-bit codes are looked up, and so are
-the counters that round them. The results are the same.
+the counters that round them. One that adds products of 16-bit numbers (VNNI) rounds to bfloat16 in
+two instructions. The results are the same.
 """
 
 # mypy: ignore-errors
 # written with llvmlite, which has no types
+
+import math
 
 from llvmlite import ir
 
@@ -33,8 +36,8 @@ _AS_NAN = {10: 0x47C00000, 3: 0x43F00000, 2: 0x47E00000}  # the float32 that rou
 _FIRST = {10: 113, 3: 121, 2: 113}  # the exponent bits, in float32, of the smallest normal number
 _LAST = {3: 135, 2: 143}  # and those of the code 0x7F
 _BYTES, _WORDS = 64, 16  # in a register of VBMI
-PACKED = 16  # numbers that AVX2 packs into one register; ORDER is the order that they then have
-ORDER = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16))
+_PACKED = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16))  # how AVX2 packs 16 numbers
+_HALVES = (*range(0, 32, 2), *range(1, 32, 2))  # of 16 words of 32 bits, the lower halves first
 
 
 def _has_lookup() -> bool:
@@ -48,6 +51,18 @@ def _has_float16() -> bool:
 def has_packing() -> bool:
     """Return whether numbers are packed within the halves of a register: AVX2 without AVX-512BW."""
     return compiles_for("avx2", False) and not compiles_for("avx512bw", False)
+
+
+def _has_products() -> bool:
+    """Return whether an instruction adds the products of two halves to a word: VNNI of AVX-512."""
+    return compiles_for("avx512bw", False) and compiles_for("avx512vnni", False)
+
+
+def order() -> tuple[int, ...]:
+    """Return the order in which a block of bfloat16 is fastest converted; () if it is their own."""
+    if _has_products():
+        return _HALVES
+    return _PACKED if has_packing() else ()
 
 
 def decoded(b: ir.IRBuilder, codes: ir.Value, mantissa: int) -> ir.Value:
@@ -135,9 +150,9 @@ def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     if lanes == 1:
         bits = b.bitcast(value, I32)
         low, high = b.trunc(bits, I16), b.trunc(b.lshr(bits, constant(I32, 1, 16)), I16)
-    elif has_packing() and lanes % PACKED == 0:
-        parts = [packed(b, part) for part in _parts(b, value, PACKED)]
-        return joined(b, [pick(b, part, part, ORDER) for part in parts])
+    elif has_packing() and lanes % len(_PACKED) == 0:
+        parts = [_packed(b, part) for part in _parts(b, value, len(_PACKED))]
+        return joined(b, [pick(b, part, part, _PACKED) for part in parts])
     else:
         halves = b.bitcast(value, vector(I16, 2 * lanes))
         low, high = (pick(b, halves, halves, range(side, 2 * lanes, 2)) for side in (0, 1))
@@ -145,11 +160,18 @@ def bfloat16_of(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 
 def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
-    """Return two vectors of float32 as one of bfloat16, rounded to nearest even, interleaved."""
+    """Return two vectors of float32 as one of bfloat16, rounded to nearest even, interleaved.
+
+    A NaN must be one that `plain` returns, or have a lower half of 0.
+    """
     lanes = lanes_of(one)
+    lower, upper = (constant(I32, lanes, bits) for bits in (0xFFFF, 0xFFFF0000))
+    half = constant(I32, lanes, 16)
+    if _has_products() and lanes % _WORDS == 0:
+        first, second = (_rounded_words(b, each) for each in (one, other))
+        words = b.or_(b.lshr(first, half), b.and_(second, upper))
+        return b.bitcast(words, vector(I16, 2 * lanes))
     if has_packing():
-        lower, upper = (constant(I32, lanes, bits) for bits in (0xFFFF, 0xFFFF0000))
-        half = constant(I32, lanes, 16)
         first, second = (b.bitcast(each, vector(I32, lanes)) for each in (one, other))
         low = b.or_(b.and_(first, lower), b.shl(second, half))
         high = b.or_(b.lshr(first, half), b.and_(second, upper))
@@ -161,19 +183,77 @@ def bfloat16_pairs(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
     return _rounded(b, low, high)
 
 
+def _rounded_words(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return float32 whose upper halves are rounded to nearest even, as words; not all NaN.
+
+    0x7FFF is added, and the last bit of the upper half: both are products with 1 of the halves of
+    one word, which one instruction adds.
+    """
+    kind, words = vector(I32, _WORDS), []
+    name = "llvm.x86.avx512.vpdpwssd.512"
+    function = function_of(b.module, ir.FunctionType(kind, [kind] * 3), name)
+    last, below, ones = (constant(I32, _WORDS, bits) for bits in (0x10000, 0x7FFF, 0x10001))
+    for part in _parts(b, b.bitcast(value, vector(I32, lanes_of(value))), _WORDS):
+        words.append(b.call(function, [part, b.or_(b.and_(part, last), below), ones]))
+    return joined(b, words)
+
+
+def plain(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return float32, with one NaN for all: the next number above another may be no NaN."""
+    nan = constant(F32, lanes_of(value), math.nan)
+    return b.select(b.fcmp_unordered("uno", value, value), nan, value)
+
+
+def reordered(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return whole blocks of numbers in the order `order()`."""
+    parts = _parts(b, value, len(order()))
+    return joined(b, [pick(b, part, part, order()) for part in parts])
+
+
 def packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return 16 float32 as bfloat16, in the order `ORDER`: AVX2 packs within halves."""
-    kind, words = vector(I8, 32), vector(I16, PACKED)
+    """Return float32 in the order `order()`, of whole blocks, as bfloat16 in their own order."""
+    size = len(order())
+    if size == len(_PACKED):
+        return joined(b, [_packed(b, part) for part in _parts(b, value, size)])
+    halves = _parts(b, value, size // 2)
+    both = zip(halves[::2], halves[1::2], strict=True)
+    return joined(b, [bfloat16_pairs(b, *each) for each in both])
+
+
+def _packed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return 16 float32 as bfloat16, in the order `_PACKED`."""
+    kind, words = vector(I8, 32), vector(I16, 16)
     order = [lane + byte for half in (0, 2) for lane in range(half, 16, 4) for byte in (0, 1)]
     function = function_of(b.module, ir.FunctionType(kind, [kind, kind]), "llvm.x86.avx2.pshuf.b")
     ends = []  # four lower halves, then four upper halves, in each half of a register
-    for part in _parts(b, value, PACKED // 2):
+    for part in _parts(b, value, 8):
         grouped = b.call(function, [b.bitcast(part, kind), ir.Constant(kind, order * 2)])
         ends.append(b.bitcast(_in_register(b, grouped), vector(I64, 4)))
     low, high = (
         b.bitcast(pick(b, *ends, [side, side + 4, side + 2, side + 6]), words) for side in (0, 1)
     )
     return _rounded(b, low, high)
+
+
+def unpacked(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """Return bfloat16, whole blocks, as float32 in the order `order()`."""
+    size, parts = len(order()), []
+    for part in _parts(b, bits, size):
+        if size == len(_PACKED):
+            lanes = [number for lane in _PACKED for number in (size, lane)]  # 16 zero bits below
+            value = pick(b, part, constant(I16, size, 0), lanes)
+            parts.append(b.bitcast(value, vector(F32, size)))
+        else:
+            parts += halves_of(b, b.bitcast(part, vector(I32, size // 2)))
+    return joined(b, parts)
+
+
+def halves_of(b: ir.IRBuilder, words: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return the bfloat16 in the lower halves of words, and those in the upper, as float32."""
+    lanes = lanes_of(words)
+    lower = b.shl(words, constant(I32, lanes, 16))
+    upper = b.and_(words, constant(I32, lanes, 0xFFFF0000))
+    return b.bitcast(lower, vector(F32, lanes)), b.bitcast(upper, vector(F32, lanes))
 
 
 def in_registers(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
@@ -185,12 +265,6 @@ def in_registers(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     if lanes_of(bits) < lanes or not compiles_for("f16c", False):
         return bits
     return joined(b, [_in_register(b, part) for part in _parts(b, bits, lanes)])
-
-
-def unpacked(b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """Return 16 bfloat16 as float32, in the order that `packed` undoes."""
-    order = [number for lane in ORDER for number in (PACKED, lane)]  # 16 zero bits below each
-    return b.bitcast(pick(b, bits, constant(I16, PACKED, 0), order), vector(F32, PACKED))
 
 
 def _rounded(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:

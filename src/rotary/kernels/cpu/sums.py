@@ -6,7 +6,7 @@
 from llvmlite import ir
 
 from .instructions import constant, lanes_of, on_stack, pick, vector
-from .short_floats import ORDER
+from .short_floats import reordered
 from .vectors import NONE
 
 EIGHT = 8  # sums that are left of a row before eight rows are added together
@@ -42,10 +42,10 @@ class Sum:
         # fused with a product that has this flag too
         self.b.store(self.b.fadd(self.b.load(sum_), value, flags=("contract",)), sum_)
 
-    def vector(self, reordered: bool = False) -> ir.Value:
+    def vector(self, is_reordered: bool = False) -> ir.Value:
         """Return `lanes` sums, without those of single numbers."""
         value = self.b.fadd(*map(self.b.load, self.parts))
-        return pick(self.b, value, value, ORDER) if reordered else value
+        return reordered(self.b, value) if is_reordered else value
 
     def total(self) -> ir.Value:
         """Return the sum: upper halves are added to lower halves, at last the single numbers."""

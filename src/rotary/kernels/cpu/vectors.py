@@ -212,23 +212,17 @@ def prefetch_pairs(
 
 
 def is_reordered(tag: types.Type, lanes: int, *layouts: str) -> bool:
-    """Return whether the order `short_floats.ORDER` is faster: for bfloat16 with AVX2."""
-    is_packed = tag is types.uint16 and lanes == short_floats.PACKED and short_floats.has_packing()
-    return is_packed and set(layouts) <= {"half"}
+    """Return whether the order `short_floats.order` is faster: for blocks of bfloat16."""
+    size = len(short_floats.order())
+    return tag is types.uint16 and size > 0 and lanes % size == 0 and set(layouts) <= {"half"}
 
 
 def load_reals(
     b: ir.IRBuilder, element: ir.Type, address: ir.Value, lanes: int, reordered: bool
 ) -> ir.Value:
-    """Load `lanes` numbers of the type of the arithmetic, `reordered` in `short_floats.ORDER`."""
-    if not reordered:
-        return load(b, element, address, lanes)
-    quarters = [
-        load(b, element, b.add(address, constant(I64, 1, first * _BYTES[element])), 4)
-        for first in short_floats.ORDER[::4]
-    ]
-    halves = [pick(b, *both, range(8)) for both in (quarters[:2], quarters[2:])]
-    return pick(b, *halves, range(16))
+    """Load `lanes` numbers of the type of the arithmetic, `reordered` as `short_floats.order`."""
+    value = load(b, element, address, lanes)
+    return short_floats.reordered(b, value) if reordered else value
 
 
 def load_pairs(
@@ -245,10 +239,7 @@ def load_pairs(
     both = at(b, row, index, 2 * size)
     if tag is types.uint16:  # a pair is a word of 32 bits
         pointer = b.inttoptr(both, vector(I32, lanes).as_pointer())
-        words = b.load(pointer, align=size)
-        lower = b.shl(words, constant(I32, lanes, 16))
-        upper = b.and_(words, constant(I32, lanes, 0xFFFF0000))
-        return b.bitcast(lower, vector(F32, lanes)), b.bitcast(upper, vector(F32, lanes))
+        return short_floats.halves_of(b, b.load(pointer, align=size))
     if lanes == 1:
         second = at(b, both, constant(I64, 1, 1), size)
         return load_wide(b, tag, both, 1), load_wide(b, tag, second, 1)
