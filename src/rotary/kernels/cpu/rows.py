@@ -107,8 +107,6 @@ def fill_lines(
     # the layouts for which rows of this dtype are not read in order
     special = "interleaved" if is_doubled(tag, "interleaved", "interleaved") else "half"
     special_mode = MODES.index((special, special, False))
-    # a block of numbers that have another order is filled at once
-    widths = (32, 16) if vec.is_reordered(tag, 32) and not vec.is_reordered(tag, 16) else (16,)
     with vec.loop(b, NONE, count, 1) as at:
         offset = vec.stepped(b, start, at, step)
         before = b.block
@@ -149,7 +147,7 @@ def fill_lines(
         with b.if_else(is_special) as branches:
             for layouts, branch in zip(((special, special), PLAIN), branches, strict=True):
                 with branch:
-                    vec.each(b, pairs, widths, functools.partial(fill, layouts))
+                    vec.each(b, pairs, (32, 16), functools.partial(fill, layouts))
 
 
 def rotate_pairs(
