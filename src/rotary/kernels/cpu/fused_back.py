@@ -108,8 +108,7 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
         _, mode, record, x, out, gain, turned, roots, factors, gains, count = arguments
         field = reader(b, (piece, record))
         _, size, real, widths = ELEMENTS[tag]
-        width, most = vec.width_of(tag), min(_LANES, vec.held(tag))
-        narrow = tuple(lanes for lanes in widths if lanes <= most)
+        width, narrow = vec.width_of(tag), tuple(lanes for lanes in widths if lanes <= _LANES)
         names = "pairs", "start", "width", "x_2", "out_2"
         pairs, start, channels, x_step, out_step = map(field, names)
 
@@ -151,14 +150,19 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
 
         def turn(form, index, lanes):
             layout, _, streaming = form
+            # a row's whole cache lines: half of one, stored past the caches, takes far longer
+            some = min(lanes, vec.held(tag))
+            firsts = [b.add(index, before) for before, _ in vec.pieces(tag, lanes)]
 
             def row(source, target, change):
                 source, target = (vec.at(b, each, start, size) for each in (source, target))
-                both = vec.load_pairs(b, tag, source, index, pairs, lanes, layout)
-                both = [change(number, x_) for number, x_ in enumerate(both)]
-                vec.store_pairs(b, tag, target, index, pairs, *both, layout, streaming)
+                for number, first in enumerate(firsts):
+                    both = vec.load_pairs(b, tag, source, first, pairs, some, layout)
+                    both = [change(2 * number + side, x_) for side, x_ in enumerate(both)]
+                    vec.store_pairs(b, tag, target, first, pairs, *both, layout, streaming)
 
-            rows_from((index, b.add(pairs, index)), lanes, row)
+            indices = [each for first in firsts for each in (first, b.add(pairs, first))]
+            rows_from(indices, some, row)
 
         def rest(first, channel, index, lanes):
             def row(source, target, change):
