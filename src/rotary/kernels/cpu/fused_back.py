@@ -15,29 +15,34 @@ from numba.extending import intrinsic
 
 from . import vectors as vec
 from .fused_rows import rests
-from .instructions import on_stack
+from .instructions import members, on_stack
 from .rows import MODES, STREAMING, by_mode, reader
-from .sums import Sum
+from .sums import EIGHT, Sum
 from .vectors import ELEMENTS, F64, I64, NONE
 
 _LANES = 32  # of the widest vectors: registers hold no more
 
 
 @intrinsic
-def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, dots, count):
-    """Write n of `count` rows to `turned`, and two sums over each row, as float64.
+def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, dots, count, ahead):
+    """Write n of `count` rows to `turned`, and two sums over each row, for `add_rows`.
 
-    The sum of the squares of x goes to `squares`, the row's part of d to `dots`.
+    The squares of x are added at `squares`, the row's part of d at `dots`. `ahead` has the bytes
+    from each row of x and of grad to the one to prefetch.
     """
 
     def generate(context, b, signature, arguments):
-        _, mode, record, x, grad, table, gain, turned, squares, dots, count = arguments
+        _, mode, record, x, grad, table, gain, turned, squares, dots, count, ahead = arguments
+        aheads = members(b, ahead)
         field = reader(b, (piece, record))
         _, size, real, widths = ELEMENTS[tag]
         width, narrow = vec.width_of(tag), tuple(lanes for lanes in widths if lanes <= _LANES)
         names = "pairs", "start", "width", "x_2", "grad_2", "line"
         pairs, start, channels, x_step, grad_step, step = map(field, names)
         square, dot = (Sum(b, real, narrow[-1]) for _ in range(2))
+        lengths = pairs, start, field("tail")
+        rest_ = b.and_(b.or_(b.or_(*lengths[:2]), lengths[2]), vec.constant(I64, 1, narrow[-1] - 1))
+        has_rest = b.icmp_signed("!=", rest_, NONE)
 
         def row(layout, out_layout):
             with vec.loop(b, NONE, count, 1) as at:
@@ -57,6 +62,10 @@ def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, d
                     dot.add(b.fmul(b.fmul(weight, n), x_), before)
 
                 def turn(index, lanes):
+                    for each, order, bytes_ in zip(
+                        (source, gradient), (layout, out_layout), aheads, strict=True
+                    ):
+                        vec.prefetch_pairs(b, tag, of(each), index, pairs, lanes, order, bytes_)
                     for before, lanes_ in vec.pieces(tag, lanes):
                         first = b.add(index, before)
                         c, s = (
@@ -86,7 +95,7 @@ def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, d
                 for first, channel, length in rests(b, pairs, start, field("tail")):
                     vec.each(b, length, widths[-1:], functools.partial(rest, first, channel))
                 for sum_, target in ((square, squares), (dot, dots)):
-                    vec.store(b, vec.as_double(b, sum_.total()), vec.at(b, target, at, 8))
+                    sum_.store_eight(vec.at(b, target, at, EIGHT * width), has_rest)
 
         for number, (layout, out_layout, _) in enumerate(MODES[:STREAMING]):
             with b.if_then(b.icmp_signed("==", mode, vec.constant(I64, 1, number))):
@@ -94,7 +103,7 @@ def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, d
         return context.get_dummy_value()
 
     number = types.int64
-    return types.void(tag, number, piece, *[number] * 8), generate
+    return types.void(tag, number, piece, *[number] * 8, types.UniTuple(number, 2)), generate
 
 
 @intrinsic

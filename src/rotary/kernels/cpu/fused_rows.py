@@ -92,10 +92,7 @@ def square_rows(context, tag, x, step, width, count, partial):
 
             vec.each(b, width, widths, body)
             place = vec.at(b, partial, at, EIGHT * vec.width_of(tag))
-            vec.store(b, halved(b, total.vector(is_reordered), EIGHT), place)
-            with b.if_then(has_rest):
-                first = b.fadd(vec.load(b, real, place), b.load(total.single))
-                vec.store(b, first, place)
+            total.store_eight(place, has_rest, is_reordered)
         return context.get_dummy_value()
 
     return types.void(tag, *[types.int64] * 5), generate
@@ -103,7 +100,7 @@ def square_rows(context, tag, x, step, width, count, partial):
 
 @intrinsic
 def add_rows(context, tag, partial, count, sums, step):
-    """Add what `square_rows` wrote, and write one number per row to `sums`, as float64."""
+    """Add the eight sums of each row at `partial`, and write one number per row, as float64."""
 
     def generate(context, b, signature, arguments):
         _, partial, count, sums, step = arguments

@@ -7,7 +7,7 @@ from llvmlite import ir
 
 from .instructions import constant, lanes_of, on_stack, pick, vector
 from .short_floats import reordered
-from .vectors import NONE
+from .vectors import NONE, load, store
 
 EIGHT = 8  # sums that are left of a row before eight rows are added together
 
@@ -42,14 +42,14 @@ class Sum:
         # fused with a product that has this flag too
         self.b.store(self.b.fadd(self.b.load(sum_), value, flags=("contract",)), sum_)
 
-    def vector(self, is_reordered: bool = False) -> ir.Value:
-        """Return `lanes` sums, without those of single numbers."""
-        value = self.b.fadd(*map(self.b.load, self.parts))
-        return reordered(self.b, value) if is_reordered else value
-
-    def total(self) -> ir.Value:
-        """Return the sum: upper halves are added to lower halves, at last the single numbers."""
-        return self.b.fadd(halved(self.b, self.vector(), 1), self.b.load(self.single))
+    def store_eight(self, place: ir.Value, has_rest: ir.Value, is_reordered: bool = False) -> None:
+        """Store eight sums, with that of single numbers if there are any (`has_rest`)."""
+        b = self.b
+        value = b.fadd(*map(b.load, self.parts))
+        value = reordered(b, value) if is_reordered else value
+        store(b, halved(b, value, EIGHT), place)
+        with b.if_then(has_rest):
+            store(b, b.fadd(load(b, self.real, place), b.load(self.single)), place)
 
 
 def halved(b: ir.IRBuilder, value: ir.Value, lanes: int) -> ir.Value:
