@@ -36,9 +36,11 @@ from .rows import MODES, STREAMING, line_size
 from .vectors import CACHE_LINE
 
 STREAM_BYTES = caches.size(3) // 2  # from this size on no cache holds both input and output
-# of cos and sin in a tile, at least and at most; x, out and the next x also need the caches. Large
-# tiles are faster, since the processor fetches long runs ahead, but each part should have a few
-TILE_BYTES, MOST_TILE_BYTES, _TILES = caches.size(1) // 4, caches.size(2) // 16, 4
+# of cos and sin in a tile, at least and at most; x, out and the next x also need the caches. L2 is
+# slow where it is large, so a tile of the tables stays in L1. Where L2 is small, larger tiles are
+# faster, since the processor fetches long runs ahead, but each part should have a few
+TILE_BYTES, _TILES = 1 << (caches.size(1) // 4).bit_length() - 1, 4
+MOST_TILE_BYTES = caches.size(2) // 16 if caches.size(2) < 1 << 20 else TILE_BYTES
 CHECK_ROWS, CHECK_OVERLAP = loops.ROWS, loops.OVERLAP
 _LONG_BYTES = 1 << 16  # a smaller job ends before another thread could get the GIL
 
