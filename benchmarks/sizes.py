@@ -347,7 +347,8 @@ def curves(ax: Any, groups: dict[str, Group], label: str) -> None:
     styles = {OUT: "C0-o", OWN: "C1-o", TOKENS_FIRST: "C3-o", VLLM: "C2-o", GGML: "C4-o"}
     for case, style in styles.items():
         at = [seq for seq in tokens if case in found[seq]]
-        ax.plot(at, [found[seq][case] for seq in at], style, markersize=3, label=case)
+        if at:  # measured in this run
+            ax.plot(at, [found[seq][case] for seq in at], style, markersize=3, label=case)
     for case in WAYS:
         roof = f"roofline of {case}"
         ratios = [found[seq][roof] / found[seq][COPY] for seq in tokens]

@@ -188,6 +188,19 @@ print(y.astype(np.float64).sum().hex(), abs(y.astype(np.float64)).sum().hex())
 from rotary.kernels.cpu import fused_loops
 assert fused_loops.loop.cache_info().currsize  # it was not the formula
 """
+GRADIENTS = """
+import torch, rotary
+torch.manual_seed(0)
+x, w = torch.randn(1, 9, 4, 256).requires_grad_(), torch.randn(256).requires_grad_()
+spec, norm = rotary.Rotary(head_dim=256, rotary_dim=224), rotary.Norm(w, w, 1e-6)
+y, _, _ = rotary.fused(x, x, None, spec, torch.arange(9), norm=norm, seq_dim=1)
+from rotary.kernels.cpu import fused_loops
+before = fused_loops.loop.cache_info().currsize
+{settings}
+for grad in torch.autograd.grad(y, (x, w), torch.randn(y.shape)):
+    print(grad.double().sum().item().hex(), grad.double().abs().sum().item().hex())
+assert fused_loops.loop.cache_info().currsize > before or not {settings!r}
+"""
 
 
 def printed_here(code):
@@ -227,6 +240,14 @@ def test_processors_with_other_registers_give_the_same_numbers():
     here = printed_here(NORM)
     assert len(here) == 2
     assert printed(OTHER_REGISTERS + NORM, "64" if vec._HELD == 256 else "256") == here
+
+
+def test_processors_with_other_registers_give_the_same_gradients():
+    """Only the backward pass is compiled again: the settings change after the forward pass."""
+    here = printed_here(GRADIENTS.format(settings=""))
+    assert len(here) == 4
+    code = GRADIENTS.format(settings=OTHER_REGISTERS)
+    assert printed(code, "64" if vec._HELD == 256 else "256") == here
 
 
 @pytest.mark.skipif("f16c" not in HERE, reason="stores of other processors have other names")

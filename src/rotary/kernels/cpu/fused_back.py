@@ -40,9 +40,8 @@ def dot_rows(context, tag, mode, piece, x, grad, table, gain, turned, squares, d
         names = "pairs", "start", "width", "x_2", "grad_2", "line"
         pairs, start, channels, x_step, grad_step, step = map(field, names)
         square, dot = (Sum(b, real, narrow[-1]) for _ in range(2))
-        lengths = pairs, start, field("tail")
-        rest_ = b.and_(b.or_(b.or_(*lengths[:2]), lengths[2]), vec.constant(I64, 1, narrow[-1] - 1))
-        has_rest = b.icmp_signed("!=", rest_, NONE)
+        lengths = b.or_(b.or_(pairs, start), field("tail"))
+        has_rest = b.icmp_signed("!=", b.and_(lengths, vec.constant(I64, 1, narrow[-1] - 1)), NONE)
 
         def row(layout, out_layout):
             with vec.loop(b, NONE, count, 1) as at:
