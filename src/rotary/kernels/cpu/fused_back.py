@@ -159,18 +159,18 @@ def back_rows(context, tag, mode, piece, x, out, gain, turned, roots, factors, g
         def turn(form, index, lanes):
             layout, _, streaming = form
             # a row's whole cache lines: half of one, stored past the caches, takes far longer
-            some = min(lanes, vec.held(tag))
+            held = min(lanes, vec.held(tag))
             firsts = [b.add(index, before) for before, _ in vec.pieces(tag, lanes)]
 
             def row(source, target, change):
                 source, target = (vec.at(b, each, start, size) for each in (source, target))
                 for number, first in enumerate(firsts):
-                    both = vec.load_pairs(b, tag, source, first, pairs, some, layout)
+                    both = vec.load_pairs(b, tag, source, first, pairs, held, layout)
                     both = [change(2 * number + side, x_) for side, x_ in enumerate(both)]
                     vec.store_pairs(b, tag, target, first, pairs, *both, layout, streaming)
 
             indices = [each for first in firsts for each in (first, b.add(pairs, first))]
-            rows_from(indices, some, row)
+            rows_from(indices, held, row)
 
         def rest(first, channel, index, lanes):
             def row(source, target, change):

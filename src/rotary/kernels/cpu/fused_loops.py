@@ -23,6 +23,7 @@ from .llvm import fence, load_double, load_int, record, store_double
 from .loops import (
     TAGS,
     Loop,
+    ahead_of,
     aligned,
     are_apart,
     are_inside,
@@ -92,16 +93,6 @@ def _tiles(piece):
 
 
 @inlined
-def _ahead(piece, i, j, strides):
-    """Return the bytes from a row of a tile to the one at its place in the next tile."""
-    if j + 1 < piece.size_1:
-        return strides[1]
-    if i + 1 < piece.size_0:
-        return strides[0] - j * strides[1]
-    return piece.tile * strides[2] - i * strides[0] - j * strides[1]
-
-
-@inlined
 def _gain(tag, piece, weight):
     """Return the rows of weights as the loops read them, and a cache line of ones after them."""
     size = piece.weights * piece.width * piece.real
@@ -147,7 +138,7 @@ def _fused_tiles(tag, job, address, part):
         out = operands.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
         row = i * piece.table_0 + j * piece.table_1 + k * piece.table_2
         gain = weights.ctypes.data + i * piece.gain_0 + j * piece.gain_1 + k * piece.gain_2
-        ahead = _ahead(piece, i, j, (piece.x_0, piece.x_1, piece.x_2))
+        ahead = ahead_of(piece, i, j, (piece.x_0, piece.x_1, piece.x_2))
         # rows of x are multiplied by `factors`, the table by all that rows share
         one, same = roots.ctypes.data + 8 * piece.tile, weights.ctypes.data + ones
         roots_of_rows, roots_of_table, factors, shared = (one, 0), (one, 0), (same, 0, 0), (same, 0)
@@ -222,8 +213,8 @@ def _back_tiles(tag, job, address, part):
             tables, last_row = (job.cos, job.sin, job.rows, row), row
             table_rows(tag, PLAIN_MODE, piece, piece, tables, count, aligned(table))
         ahead = (
-            _ahead(piece, i, j, (piece.x_0, piece.x_1, piece.x_2)),
-            _ahead(piece, i, j, (piece.grad_0, piece.grad_1, piece.grad_2)),
+            ahead_of(piece, i, j, (piece.x_0, piece.x_1, piece.x_2)),
+            ahead_of(piece, i, j, (piece.grad_0, piece.grad_1, piece.grad_2)),
         )
         dot_rows(
             tag, read, piece, x, grad, aligned(table), gain, to_turned, aligned(squares),

@@ -144,6 +144,14 @@ def aligned(array):
 
 
 @inlined
+def ahead_of(steps, i, j, strides):
+    """Return the bytes from a row of a tile to the one at its place in the next tile."""
+    if i + 1 == steps.size_0 and j + 1 == steps.size_1:
+        return steps.tile * strides[2] - i * strides[0] - j * strides[1]
+    return strides[1] if j + 1 < steps.size_1 else strides[0] - j * strides[1]
+
+
+@inlined
 def _rotate_tiles(tag, form, mode, steps, x, out, cos, sin, rows, parts, part):
     others = steps.size_0 * steps.size_1  # indices of the other two axes
     first, last = share_of(parts, others * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
@@ -154,9 +162,7 @@ def _rotate_tiles(tag, form, mode, steps, x, out, cos, sin, rows, parts, part):
         source = x + i * steps.x_0 + j * steps.x_1 + k * steps.x_2
         target = out + i * steps.out_0 + j * steps.out_1 + k * steps.out_2
         row = i * steps.table_0 + j * steps.table_1 + k * steps.table_2
-        ahead = steps.x_1 if j + 1 < steps.size_1 else steps.x_0 - j * steps.x_1
-        if other + 1 == others:  # the next tile
-            ahead = steps.tile * steps.x_2 - i * steps.x_0 - j * steps.x_1
+        ahead = ahead_of(steps, i, j, (steps.x_0, steps.x_1, steps.x_2))
         count = min(steps.tile, steps.size_2 - k)
         if at == first or row != last_row:
             tables, last_row = (cos, sin, rows, row), row
@@ -187,8 +193,7 @@ def _rotate_part(job, cos, sin, rows, part):
 
 
 def _rotate(address):
-    job = _rotation(address)
-    taken = address + _ROTATION_TAKEN
+    job, taken = _rotation(address), address + _ROTATION_TAKEN
     own = own_number(job, taken)
     part = next_part(job, taken, own)
     while part >= 0:
