@@ -46,7 +46,7 @@ def test_a_job_keeps_what_it_has_addresses_of():
     q, at = np.ones((1, 4, 1, 128), np.float32), np.array([[12345]])
     block = jobs.Block(q.shape, q.strides, "float32")
     ids = jobs.Block(at.shape, at.strides, "int64")
-    options = angle_options(SPEC, options_of(SPEC, seq_dim=-2), None, False)
+    options = angle_options(SPEC, seq_dim=-2)
     call = jobs.ready_call_at([block], [ids], [], None, options)
     wanted = apply(SPEC, q, positions=at, seq_dim=-2)
     jobs.call_of.cache_clear()

@@ -89,6 +89,12 @@ def assert_bits(got, want):
 # --- the kernels: (xs, cos, sin, rows, options, out) of NumPy arrays ---
 
 
+def _cpu(xs, cos, sin, rows, options, out=None):
+    tables = (cos, sin) if rows is None else (cos, sin, rows)
+    results = cpu.quick((options,), lambda options: options, xs, tables, out)
+    return cpu.rotate(xs, cos, sin, rows, options, out) if results is None else results
+
+
 def _torch(xs, cos, sin, rows, options, out=None):
     xs, (cos, sin) = map(to_torch, xs), map(to_torch, (cos, sin))
     out = None if out is None else tuple(map(to_torch, out))
@@ -209,7 +215,7 @@ def _call_operator(xs, cos, sin, rows, options, out):
 
 IN_PLACE = {
     "reference": reference.rotate,
-    "cpu": cpu.rotate,
+    "cpu": _cpu,
     "torch": _torch,
     "operator": _torch_operator,
 }
@@ -593,7 +599,7 @@ def test_shares_cover_every_row_once(threads, monkeypatch):
         xs = numbers(0, (2, heads, 5, 16)), numbers(1, (2, 1, 5, 16))
         cos, sin = tables((5,), 8)
         wanted = [formula(x, cos, sin, Options()) for x in xs]
-        cpu.rotate(xs, cos, sin, None, Options(), xs)
+        _cpu(xs, cos, sin, None, Options(), xs)
         for x, want in zip(xs, wanted, strict=True):
             assert_bits(x, want)
 
@@ -602,11 +608,11 @@ def test_a_large_call_does_not_describe_its_record_again(monkeypatch):
     """NumPy makes a list of all fields of a record for its array interface: 20 us a call."""
     monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
     xs, (cos, sin) = (numbers(0, (2, 5, 16)),), tables((5,), 8)
-    cpu.rotate(xs, cos, sin, None, Options(), xs)
+    _cpu(xs, cos, sin, None, Options(), xs)
     called = set()
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_name))
     try:
-        cpu.rotate(xs, cos, sin, None, Options(), xs)
+        _cpu(xs, cos, sin, None, Options(), xs)
     finally:
         sys.setprofile(None)
     assert "address" in called
@@ -725,7 +731,7 @@ def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
         xs = tuple(rng.standard_normal(shape, np.float32) for _ in range(2))
         cos, sin = (rng.standard_normal(table, np.float32) for _ in range(2))
         arguments = (xs, cos, sin, None, Options(), None)
-        for got, want in zip(cpu.rotate(*arguments), reference.rotate(*arguments), strict=True):
+        for got, want in zip(_cpu(*arguments), reference.rotate(*arguments), strict=True):
             assert_bits(got, want)
     jobs.call_of.cache_clear()
     cpu._ready_call.cache_clear()

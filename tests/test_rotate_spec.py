@@ -111,6 +111,13 @@ def test_without_a_layout(library):
             rotary.rotate((q, k), cos, sin, other)
 
 
+@pytest.mark.parametrize("layout", ["neox", ["half"], 0])
+def test_what_is_no_layout(layout, library):
+    (q, _), positions = arrays(GPTJ, library)
+    with pytest.raises(ValueError, match="layout must be 'half' or 'interleaved', got"):
+        rotary.rotate(q, *rotary.cos_sin(GPTJ, positions), layout=layout, rotary_dim=64)
+
+
 @pytest.mark.parametrize(
     "by_hand",
     [{"layout": "half"}, {"out_layout": "half"}, {"rotary_dim": 8}, {"start": 0}],

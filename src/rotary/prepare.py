@@ -15,6 +15,7 @@ from .rotate import (
     check_library,
     check_one_axis,
     check_tokens,
+    is_length_known,
     options_of,
     outputs,
     rotate,
@@ -182,20 +183,23 @@ def _prepared_apply(
     seq_len: object = None,
     allow_negative: bool = False,
     precision: Precision = "exact",
-    **how: Any,
+    seq_dim: int | None = None,
+    conjugate: bool = False,
 ) -> Call:
     check_spec(spec)
-    at = options_of(spec, sign=spec.sign, **how)
     if positions is None:
         check_one_axis(spec)
-        at = at._replace(seq_dim=-2 if at.seq_dim is None else at.seq_dim)
-    is_exact = precision == "exact"
-    options = angle_options(spec, at, seq_len, allow_negative) if is_exact else None
+        seq_dim = -2 if seq_dim is None else seq_dim
+    at = options_of(spec, seq_dim=seq_dim, conjugate=conjugate, sign=spec.sign)
+    options = None
+    if precision == "exact" and is_length_known(spec, seq_len):
+        length: Any = seq_len if spec.depends_on_length else None
+        options = angle_options(spec, seq_dim, conjugate, length, allow_negative)
 
     def whole(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
         results: Any = apply(
             spec, *xs, positions=(*tables, None)[0], seq_len=seq_len, precision=precision,
-            allow_negative=allow_negative, out=out, **how,
+            allow_negative=allow_negative, seq_dim=seq_dim, conjugate=conjugate, out=out,
         )  # fmt: skip
         return results if len(xs) > 1 else (results,)
 

@@ -2,8 +2,17 @@
 
 from typing import Any, TypeVar, overload
 
+from . import layouts
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import Array, Kernel, check_positions, hint_for, is_per_row, kernel_of, known_kernel
+from .kernels import (
+    Array,
+    Kernel,
+    check_positions,
+    hint_for,
+    is_per_row,
+    kernel_of,
+    known_kernel,
+)
 from .kernels.geometry import AngleOptions, Angles, Options, check_axes, geometry_of, seq_axis
 from .spec import Rotary, check_spec
 
@@ -109,7 +118,8 @@ def rotate(
     kind = type(xs[0])
     kernel = known_kernel(kind) or kernel_of(xs[0])
     if kernel.quick is not None:
-        results = kernel.quick(caller_options, options_of, xs, cos, sin, positions, outs)
+        tables = (cos, sin) if positions is None else (cos, sin, positions)
+        results = kernel.quick(caller_options, options_of, xs, tables, outs)
         if results is not None:
             return results if is_several else results[0]
     if kernel.check is not None:
@@ -159,7 +169,8 @@ def options_of(
     """Return the options of a kernel for these arguments of `rotate`.
 
     `sign` is that of the spec, or 1 if the tables include it already.
-    Raises TypeError without a spec and without a layout, and for both.
+    Raises TypeError without a spec and without a layout, and for both; ValueError for a layout that
+    is neither half nor interleaved.
 
     >>> options_of(Rotary(head_dim=4)).layout
     'half'
@@ -167,6 +178,9 @@ def options_of(
     if spec is None:
         if layout is None:
             raise TypeError(f"rotate does not guess which channels make a pair: {_BOTH_FORMS}")
+        layouts.check(layout)
+        if out_layout is not None:
+            layouts.check(out_layout, "out_layout")
         return Options(layout, out_layout, rotary_dim, start or 0, seq_dim, None, conjugate)
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}; {_BOTH_FORMS}")
@@ -252,26 +266,33 @@ def apply(
     """
     if type(spec) is not Rotary:
         check_spec(spec)
-    kernel = kernel_of(q)
+    kind = type(q)
+    kernel: Kernel[Array] = known_kernel(kind) or kernel_of(q)
     xs = (q,) if k is None else (q, k)
     outs = None if out is None else outputs(out, len(xs))
     if positions is None:
         check_one_axis(spec)
         seq_dim = -2 if seq_dim is None else seq_dim
     else:
-        check_positions(positions)
+        if type(positions) is not kind:
+            check_positions(positions)
         positions = kernel.as_positions(positions, q)
-    options = options_of(spec, seq_dim=seq_dim, conjugate=conjugate, sign=spec.sign)
-    is_exact = precision == "exact" and _is_of_one_length(spec, positions, seq_len)
     if (
-        is_exact
-        and kernel.rotate_at
+        precision == "exact"
+        and kernel.quick
+        and is_length_known(spec, seq_len)
         and (positions is not None or (kernel.is_on_gpu and kernel.is_on_gpu(q)))
     ):
-        at_angles = angle_options(spec, options, seq_len, allow_negative)
-        results: Any = at_angles and kernel.rotate_at(xs, positions, at_angles, outs)
+        known_length = seq_len if spec.depends_on_length else None
+        caller_options = spec, seq_dim, conjugate, known_length, allow_negative
+        tables = () if positions is None else (positions,)
+        results: Any = kernel.quick(caller_options, angle_options, xs, tables, outs)
         if results is not None:
             return results[0] if k is None else results
+    if kernel.check is not None:
+        kernel.check(q)
+    options = options_of(spec, seq_dim=seq_dim, conjugate=conjugate, sign=spec.sign)
+    is_exact = precision == "exact" and _is_of_one_length(spec, positions, seq_len)
     seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
     if positions is not None:
         is_part = kernel.on_shards is not None
@@ -298,19 +319,28 @@ def apply(
     return results[0] if k is None else results
 
 
-def angle_options(
-    spec: Rotary, options: Options, seq_len: object, allow_negative: bool
-) -> AngleOptions | None:
-    """Return the options for a rotation at positions; None if a length must be read from them.
+def is_length_known(spec: Rotary, seq_len: object) -> bool:
+    """Whether the frequencies are known without reading positions.
 
-    >>> spec = Rotary(head_dim=4)
-    >>> angle_options(spec, Options(), None, False).form == (spec, None, False)
+    >>> is_length_known(Rotary(head_dim=4), None)
     True
     """
-    if not spec.depends_on_length:
-        return AngleOptions(options, (spec, None, allow_negative), _angles_of)
-    if type(seq_len) is not int:
-        return None
+    return type(seq_len) is int or not spec.depends_on_length
+
+
+def angle_options(
+    spec: Rotary,
+    seq_dim: int | None = None,
+    conjugate: bool = False,
+    seq_len: int | None = None,
+    allow_negative: bool = False,
+) -> AngleOptions:
+    """Return the options for a rotation at positions.
+
+    >>> angle_options(Rotary(head_dim=4)).form == (Rotary(head_dim=4), None, False)
+    True
+    """
+    options = options_of(spec, seq_dim=seq_dim, conjugate=conjugate, sign=spec.sign)
     return AngleOptions(options, (spec, seq_len, allow_negative), _angles_of)
 
 

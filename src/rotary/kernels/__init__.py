@@ -25,23 +25,18 @@ Rotate = Callable[
     [Sequence[Array], Array, Array, object, Options, Sequence[Array] | None],
     tuple[Array, ...],
 ]
-CallerOptions = tuple[object, ...]  # the arguments of `rotate` other than arrays, as passed
-# (caller_options, options_of, xs, cos, sin, positions, out); options_of(*caller_options) returns
-# the `Options` of the call
+CallerOptions = tuple[object, ...]  # arguments of `rotate` or `apply` other than arrays, as passed
+# (caller_options, options_of, xs, tables, out); options_of(*caller_options) returns the options of
+# the call. `tables` are cos, sin and perhaps row numbers, or for AngleOptions positions, or nothing
 Quick = Callable[
     [
         CallerOptions,
-        Callable[..., Options],
+        Callable[..., Options | AngleOptions],
         Sequence[Array],
-        Array,
-        Array,
-        object,
+        Sequence[object],
         Sequence[Array] | None,
     ],
     tuple[Array, ...] | None,
-]
-RotateAt = Callable[
-    [Sequence[Array], object, AngleOptions, Sequence[Array] | None], tuple[Array, ...] | None
 ]
 Tables = Callable[[Array, Numbers, Numbers, Sequence[int], bool], tuple[Array, Array]]
 
@@ -79,13 +74,11 @@ class Kernel(Generic[Array]):
     check: Callable[[Array], None] | None = None  # refuses arrays that their type does not exclude
     # (xs, out): refuses dtypes, and outputs unlike x, as `rotate` does, before anything is prepared
     check_xs: Callable[..., None] | None = None
-    # the fast path of `rotate`, tried first: runs code that is cached for calls of this form;
-    # returns None if `rotate` has to be called
+    # the fast path of `rotate` and `apply`, tried first: runs code that is cached for calls of this
+    # form. None if it cannot, or if `apply` needs tables in memory, on a CPU for more than a few
+    # tokens
     quick: Quick[Array] | None = None
-    # rotates at positions without tables in memory, on a CPU a few tokens only; returns None if
-    # tables are needed
-    rotate_at: RotateAt[Array] | None = None
-    # whether an array is on a GPU; if so, `rotate_at` also takes positions=None, for 0, 1, ...
+    # whether an array is on a GPU; if so, `quick` also takes no tables, for positions 0, 1, ...
     is_on_gpu: Callable[[Array], bool] | None = None
     # (options, xs, tables, out, fallback): returns code for arrays of this form, which calls
     # `fallback` for arrays of another form; None if that would not be faster

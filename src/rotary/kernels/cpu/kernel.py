@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from .. import CallerOptions
 from .. import Numbers as Array
 from .. import numpy as reference
 from ..geometry import AngleOptions, Options, geometry_of
@@ -25,8 +26,23 @@ from .jobs import (
     run,
 )
 
-# what a prepared call depends on: type, shape, strides, dtype and alignment of each array
-Signature = tuple[type, tuple[int, ...], tuple[int, ...], np.dtype[np.generic], bool]
+# what a prepared call depends on: shape, strides, dtype and alignment of each array
+Signature = tuple[tuple[int, ...], tuple[int, ...], np.dtype[np.generic], bool]
+
+
+def quick(
+    caller_options: CallerOptions,
+    options_of: Callable[..., Options | AngleOptions],
+    xs: Sequence[Array],
+    tables: Sequence[object],
+    out: Sequence[Array] | None,
+) -> tuple[Array, ...] | None:
+    """Rotate arrays that the loops can read and write as they are; None for others."""
+    arrays: Sequence[Array] = tables  # type: ignore[assignment]  # checked in the next line
+    if not all([type(each) is np.ndarray for each in (*xs, *tables, *(out or ()))]):
+        return None
+    call = _ready_call(*_forms(xs, arrays, out), options_of(*caller_options))
+    return None if call is None else _results(call, xs, arrays, out)
 
 
 def rotate(
@@ -38,13 +54,6 @@ def rotate(
     out: Sequence[Array] | None,
 ) -> tuple[Array, ...]:
     """Rotate NumPy arrays, as `kernels/numpy.py` does."""
-    rows = positions if isinstance(positions, np.ndarray) else None
-    if positions is None or rows is not None:
-        tables = (cos, sin) if rows is None else (cos, sin, rows)
-        call = _ready_call(*_forms(xs, tables, out), options)
-        results = None if call is None else _results(call, xs, tables, out)
-        if results is not None:
-            return results
     reference.check_operands(xs, cos, sin, out)
     rows = None if positions is None else reference.check_rows(positions, cos)
     if out is not None and rows is not None:
@@ -80,22 +89,12 @@ def rotate(
     return results
 
 
-def rotate_at(
-    xs: Sequence[Array], positions: object, options: AngleOptions, out: Sequence[Array] | None
-) -> tuple[Array, ...] | None:
-    """Rotate a few tokens without tables in memory; None where tables are needed."""
-    if not isinstance(positions, np.ndarray):
-        return None
-    call = _ready_call(*_forms(xs, (positions,), out), options)
-    return None if call is None else _results(call, xs, (positions,), out)
-
-
 def _forms(
     xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
 ) -> tuple[tuple[Signature, ...], int, int, tuple[bool, ...] | None]:
     """Return signatures of all arrays, the numbers of xs and tables, and which outputs are x."""
     signatures = tuple([
-        (type(array), array.shape, array.strides, array.dtype, array.flags.aligned)
+        (array.shape, array.strides, array.dtype, array.flags.aligned)
         for array in (*xs, *tables, *(out or ()))
     ])  # fmt: skip
     return signatures, len(xs), len(tables), None if out is None else _in_place(xs, out)
@@ -130,11 +129,10 @@ def _ready_call(
     options: Options | AngleOptions,
 ) -> Call | None:
     """Return the call for arrays with these signatures; None if one has to be copied first."""
-    if not all(kind is np.ndarray and is_aligned for kind, *_, is_aligned in signatures):
+    if not all(is_aligned for *_, is_aligned in signatures):
         return None
     blocks = [
-        Block(shape, strides, reference.name_of(dtype))
-        for _, shape, strides, dtype, _ in signatures
+        Block(shape, strides, reference.name_of(dtype)) for shape, strides, dtype, _ in signatures
     ]
     stop = count + tables
     groups = blocks[:count], blocks[count:stop], blocks[stop:], is_in_place
@@ -199,8 +197,8 @@ KERNEL = replace(
     reference.KERNEL,
     name="compiled loops",
     rotate=rotate,
+    quick=quick,
     tables=tables,
-    rotate_at=rotate_at,
     move=move,
     move_by=move_by,
 )

@@ -18,6 +18,7 @@ from ...schedules import Arithmetic
 from ...spec import Rotary
 from .. import NEEDS_LENGTH, Numbers
 from .. import numpy as reference
+from .checks import check_plain
 from .private import constant, is_exporting, is_mapped, outside_modes
 from .state import (
     FLOATS,
@@ -153,6 +154,7 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     Unsigned types become int64, because torch computes with none of them but uint8.
     """
     if takes(positions):
+        check_plain(positions)
         return positions
     array = np.asarray(positions)
     kind = "i" if is_tracing() else array.dtype.kind  # Dynamo does not know NumPy dtypes

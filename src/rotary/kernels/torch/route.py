@@ -58,29 +58,27 @@ def rotate(
 
     Arguments and errors are those of `rotary.rotate`.
     """
-    results = quick((options,), ready.identity, xs, cos, sin, positions, out)
+    tables = (cos, sin) if positions is None else (cos, sin, positions)
+    results = quick((options,), ready.identity, xs, tables, out)
     return rotate_uncached(xs, cos, sin, positions, options, out) if results is None else results
 
 
 def quick(
     caller_options: CallerOptions,
-    options_of: Callable[..., Options],
+    options_of: Callable[..., Options | AngleOptions],
     xs: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    positions: object,
+    tables: Sequence[object],
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...] | None:
-    """Rotate by code that is kept for calls of this form; None if `rotate_uncached` has to."""
+    """Rotate by code that is kept for calls of this form; None if there is none."""
     if is_recorded_by_dynamo():
-        return None
-    if positions is None:
-        tables: ready.Tables = cos, sin
-    elif isinstance(positions, Tensor):
-        tables = cos, sin, positions
-    else:
-        return None
-    return ready.run(caller_options, xs, tables, out, _code, options_of)
+        if len(tables) > 1:
+            return None
+        kind = options_of(*caller_options)
+        assert isinstance(kind, AngleOptions)
+        return _recorded_at(xs, tables[0] if tables else None, kind, out)
+    operands: ready.Tables = tables  # type: ignore[assignment]  # checked there
+    return ready.run(caller_options, xs, operands, out, _code, options_of)
 
 
 def rotate_uncached(
@@ -98,21 +96,6 @@ def rotate_uncached(
     if out is not None:
         return _rotate_into(xs, cos, sin, rows, geometry, out)
     return _rotate(xs, (cos, sin, rows), geometry)
-
-
-def rotate_at(
-    xs: Sequence[Tensor], positions: object, options: AngleOptions, out: Sequence[Tensor] | None
-) -> tuple[Tensor, ...] | None:
-    """Rotate at positions without tables in memory; None if tables are needed."""
-    if is_recorded_by_dynamo():
-        return _recorded_at(xs, positions, options, out)
-    if isinstance(positions, Tensor):
-        tables: ready.Tables = (positions,)
-    elif positions is None and is_on_gpu(xs[0]):
-        tables = ()
-    else:
-        return None
-    return ready.run((options,), xs, tables, out, _code, ready.identity)
 
 
 def _recorded_at(
@@ -368,7 +351,6 @@ KERNEL = Kernel(
     namespace=torch,
     rotate=rotate_uncached,
     quick=quick,
-    rotate_at=rotate_at,
     prepare=prepare,
     tables=angles.tables,
     tables_float64=angles.tables_float64,
