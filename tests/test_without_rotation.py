@@ -42,6 +42,10 @@ BY_TYPE = [
     ("afmoe", {**MOE, "sliding_window": 4}, 2),
     ("flint", {**MOE, "sliding_window": 4}, 2),
     ("kolibri1", {**MOE, "sliding_window": 4}, 2),
+    ("cohere2_moe", {**MOE, "sliding_window": 4}, 2),
+    ("cohere2_moe", {**MOE, "first_k_dense_replace": 3}, 3),
+    ("cohere2_moe", {**MOE, "first_k_dense_replace": 1}, 2),
+    ("lara_mini", {**MOE, "sliding_window": 4, "shared_expert_intermediate_size": 32}, 2),
 ]
 # in the source of an attention that does
 ROTATES = re.compile(r"apply_rotary|\bcos\b")
@@ -80,8 +84,29 @@ def test_layers_of_a_type_without_rotation_are_none(monkeypatch, family, keys, c
     data = model.config.to_dict()
     specs = [from_hf_config(data, kind) for kind in data["layer_types"]]
     assert [spec for spec in specs if spec is not None] == [from_hf_config(data)] * count
+    if data["sliding_window"] is not None:  # the class has a window where the file says none
+        silent = {key: value for key, value in data.items() if key != "sliding_window"}
+        assert [from_hf_config(silent, kind) for kind in data["layer_types"]] == specs
     found = " ".join(remark.found for remark in audit(data))
     assert ("1 of 3 layers take no rotation: type full_attention" in found) == (count == 2)
+
+
+def test_layers_of_llama_4_without_rotation_are_none():
+    config = transformers.AutoConfig.for_model("llama4_text", num_hidden_layers=4)
+    types, flags = config.layer_types, config.no_rope_layers
+    assert flags == [1, 1, 1, 0]
+    for data in (config.to_dict(), {"model_type": "llama4_text", "layer_types": types}):
+        rotates = [from_hf_config(data, kind) is not None for kind in types]
+        assert rotates == [bool(flag) for flag in flags]
+
+
+def test_layers_without_rotation_are_counted_where_no_list_says_which():
+    (found,) = [remark.found for remark in audit({"model_type": "smollm3", "num_hidden_layers": 36})
+                if "take no rotation" in remark.found]  # fmt: skip
+    assert found == "9 of 36 layers take no rotation: every fourth"
+    reading = from_hf_config({"model_type": "smollm3", "layer_types": ["full_attention"] * 4},
+                             "full_attention")  # fmt: skip
+    assert reading is not None  # three of them rotate
 
 
 @pytest.mark.parametrize(

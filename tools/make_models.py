@@ -221,8 +221,9 @@ CODE: dict[str, dict[str, Any]] = {
 #   modules          name of a module inside attention -> the kind of its rows; "left: why"
 #   key_heads        "queries": there are as many, and the class has no count of its own;
 #                    "or twice": layers of a sliding window have twice the number of the config
-#   without_rotation which layers do not rotate: those of "no_rope_layers", or those of
-#                    "full_attention" where sliding_window is set
+#   without_rotation which layers do not rotate: those of "no_rope_layers"; those of
+#                    "full_attention"; these only "beside windows", unless sliding_window is null;
+#                    or these only "of experts", while those without experts rotate
 #   latent_module    layers without this module have linear attention, which does not rotate
 #   refused          why the weights cannot be moved
 GATED = {"modules": {"q_proj": "query, with a gate"}}
@@ -260,9 +261,13 @@ WEIGHTS: dict[str, dict[str, Any]] = {
         ("smollm3", "llama4_text", "mistral_large4_text"), {"without_rotation": "no_rope_layers"}
     ),
     **dict.fromkeys(
-        ("afmoe", "cohere2", "exaone4", "exaone4_5_text", "exaone_moe", "flint", "kolibri1"),
-        {"without_rotation": "full_attention"},
+        ("afmoe", "cohere2", "flint", "lara_mini"), {"without_rotation": "full_attention"}
     ),
+    **dict.fromkeys(
+        ("exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"),
+        {"without_rotation": "full_attention beside windows"},
+    ),
+    "cohere2_moe": {"without_rotation": "full_attention of experts"},
     "bailing_hybrid": {
         "latent_module": "kv_a_proj_with_mqa",
         "modules": dict.fromkeys(("q_conv1d", "k_conv1d"), LINEAR),

@@ -15,6 +15,8 @@ from .checkpoint.layout import Seen, disagreement, seen_in_folder, seen_in_model
 from .configs import choose, from_diffusers_config, from_hf_config, layer_types, parts
 from .configs.diffusers import is_of_diffusers
 from .configs.hf import LAYOUT_MARK, rotary_of
+from .configs.record import Config
+from .configs.values import length
 from .kernels import Numbers
 from .layouts import LAYOUTS
 from .spec import Rotary
@@ -22,6 +24,7 @@ from .spec import Rotary
 # radians: an angle that is off by more changes float32 attention visibly
 _TOLERANCE = 1e-2
 # schedules that need the trained length; without one they take max_position_embeddings
+_MOST_LAYERS = 10_000  # that are counted
 _STRETCHED = ("yarn", "longrope", "llama3")
 _UNREAD = (
     "transformers does not read this key: correct or remove it; `rotary diff` shows what other "
@@ -118,14 +121,19 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
                 is_hint=True,
             )
         yield from _lengths(where, spec, config.get("max_position_embeddings"))
-        layers = config.data.get("no_rope_layers")  # Llama 4 and SmolLM 3: 0 for no rotation
-        if layers and not all(layers):
-            count = len(layers) - sum(map(bool, layers))
-            yield Remark(where, f"{count} of {len(layers)} layers take no rotation: no_rope_layers")
-        types, still = config.data.get("layer_types") or (), config.type_without_rotation
-        if still in types:
-            count = types.count(still)
-            yield Remark(where, f"{count} of {len(types)} layers take no rotation: type {still}")
+        yield from _layers_at_rest(where, config)
+
+
+def _layers_at_rest(where: str, config: Config) -> Iterator[Remark]:
+    lists = [config.data.get(name) or () for name in ("layer_types", "no_rope_layers")]
+    number = length("num_hidden_layers", config.data.get("num_hidden_layers"))
+    count = max(map(len, lists)) or min(number or 0, _MOST_LAYERS)
+    still = [layer for layer in range(count) if not config.rotates_layer(layer)]
+    if still:
+        names = "no_rope_layers", "no_rope_layer_interval"
+        why = next((name for name in names if config.data.get(name)), "every fourth")
+        why = f"type {kind}" if (kind := config.type_without_rotation) else why
+        yield Remark(where, f"{len(still)} of {count} layers take no rotation: {why}")
 
 
 def _rope(where: str, spec: Rotary | None) -> Remark:

@@ -29,7 +29,6 @@ from .names import (
 )
 
 UNKNOWN = "in attention, but its name is not known"
-_NOPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
 _Layers = Mapping[str | None, tuple[Rotary | None, Config]]
 
 
@@ -360,16 +359,7 @@ def _why_not(
     """Return why a projection with a known name has no rotated heads; "" if it has."""
     data, layer = first.data, name.layer
     weights = first.model.get("weights", {})
-    rule, types = weights.get("without_rotation"), data.get("layer_types") or ()
-    is_still = spec is None
-    if rule == "no_rope_layers":
-        if flags := data.get("no_rope_layers"):  # 1: rotates
-            is_still |= layer < len(flags) and not flags[layer]
-        else:
-            is_still |= (layer + 1) % (data.get("no_rope_layer_interval") or _NOPE_EVERY) == 0
-    elif still := first.type_without_rotation:
-        is_still |= layer < len(types) and types[layer] == still
-    if is_still:
+    if spec is None or not first.rotates_layer(layer):
         return "of a layer that does not rotate"
     if data.get("kv_lora_rank") is not None and name.kind.endswith("norm"):
         return "a latent has no channels of heads"

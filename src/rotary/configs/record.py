@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 
 from ..spec import is_whole
 from ..strict_json import JSON
-from .layers import Model, Rope, rope_parameters
+from .layers import Model, Rope, listed_layer_types, rope_parameters
 from .values import length, whole_number
+
+_NO_ROPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
+_DENSE_PATTERN, _DENSE_COUNT = "prefix_dense_sliding_window_pattern", "first_k_dense_replace"
 
 
 class Config(NamedTuple):
@@ -42,8 +45,29 @@ class Config(NamedTuple):
                 return False
         if "null_base" in self.model and {**self.data, **self.rope}.get("rope_theta", 1) is None:
             return False
-        still = self.type_without_rotation
-        return self.is_layer_rotated and (still is None or self.layer_type != still)
+        types = listed_layer_types(self.data)
+        own = [layer for layer, kind in enumerate(types) if kind == self.layer_type]
+        return self.is_layer_rotated and (not own or any(map(self.rotates_layer, own)))
+
+    def rotates_layer(self, layer: int) -> bool:
+        """Whether the model rotates in a layer, as far as its config says; `layer` counts from 0.
+
+        >>> config = Config({}, {}, {"weights": {"without_rotation": "no_rope_layers"}}, None, True)
+        >>> [config.rotates_layer(layer) for layer in range(5)]
+        [True, True, True, False, True]
+        """
+        rule, data = self.model.get("weights", {}).get("without_rotation"), self.data
+        if rule == "no_rope_layers":
+            if flags := data.get(rule):  # 1: rotates
+                return layer >= len(flags) or bool(flags[layer])
+            return (layer + 1) % (data.get("no_rope_layer_interval") or _NO_ROPE_EVERY) != 0
+        types = listed_layer_types(data)
+        if layer >= len(types) or types[layer] != self.type_without_rotation:
+            return True
+        if rule != "full_attention of experts" or data.get(_DENSE_PATTERN, 1) != 1:
+            return False
+        kinds = data.get("mlp_layer_types")  # dense layers rotate
+        return kinds[layer] == "dense" if kinds else layer < (data.get(_DENSE_COUNT) or 0)
 
     @property
     def type_without_rotation(self) -> str | None:
@@ -51,9 +75,10 @@ class Config(NamedTuple):
 
         All other layers have the same RoPE, so the types have no entries of their own.
         """
-        rule = self.model.get("weights", {}).get("without_rotation")
-        has_windows = rule == "full_attention" and self.data.get("sliding_window") is not None
-        return "full_attention" if has_windows else None
+        rule = self.model.get("weights", {}).get("without_rotation") or ""
+        if rule == "full_attention beside windows" and self.data.get("sliding_window", 1) is None:
+            return None
+        return "full_attention" if rule.startswith("full_attention") else None
 
     @property
     def window(self) -> int | None:
@@ -61,12 +86,12 @@ class Config(NamedTuple):
         key = self.model.get("windowed")
         sides = self.data.get("local_attention")  # of ModernBERT: half of it to each side
         window = sides // 2 if is_whole(sides) else self.data.get(key or "sliding_window")
-        still = "full_attention" if key == "attention_chunk_size" else self.type_without_rotation
-        listed = {*(self.data.get("layer_types") or ())} - {still}
-        kinds = {self.layer_type} if self.layer_type else listed
+        types = listed_layer_types(self.data)
+        rotated = {kind for layer, kind in enumerate(types) if self.rotates_layer(layer)}
+        kinds = {self.layer_type} if self.layer_type else rotated
         has_window = all(str(kind).startswith(("sliding", "chunked")) for kind in kinds)
         if not kinds:
-            has_window = bool(key or still)
+            has_window = bool(key or self.type_without_rotation)
         return window if has_window and is_whole(window) and window > 0 else None
 
     @property

@@ -36,6 +36,7 @@ _SHAPES: dict[str, tuple[str, Callable[[JSON], bool]]] = {
         "a list of numbers, null where a layer has no RoPE",
         lambda value: value is None or is_whole(value) or isinstance(value, float),
     ),
+    "no_rope_layers": ("a list of 0 and 1", lambda value: value in (0, 1)),
     "rope_scaling_layers": ("a list of layer numbers", is_whole),
     "mrope_section": (
         "a list of 2 to 8 numbers of pairs",
