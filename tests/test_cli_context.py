@@ -91,7 +91,7 @@ def test_a_plot_that_cannot_be_written_is_one_line(main, tmp_path, monkeypatch, 
 def test_a_reach_without_rotation_is_not_drawn(main, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text('{"model_type": "falcon", "alibi": true}')
-    assert "none: these layers do not use positions" in main("reach", "config.json").out
+    assert "none: these layers have no rotary embedding" in main("reach", "config.json").out
     done = main("reach", "config.json", "--plot", "picture.png")
     assert_refused(done, "config.json: has no rotation, so there is nothing to draw")
     assert not Path("picture.png").exists()

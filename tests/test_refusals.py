@@ -113,7 +113,7 @@ def test_the_audit_says_that_there_is_no_rotation():
 def test_tables_say_that_layers_do_not_rotate(main, still, command):
     done = main(command, still)
     assert (done.code, done.err) == (0, "")
-    assert "none: these layers do not use positions" in done.out
+    assert "none: these layers have no rotary embedding" in done.out
 
 
 @pytest.mark.parametrize("command", ["freqs", "decay", "diff"])

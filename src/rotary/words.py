@@ -29,5 +29,7 @@ def nearest(value: object, choices: Iterable[str]) -> str:
     >>> nearest("lama", ["llama", "gemma"])
     "; did you mean 'llama'?"
     """
-    close = difflib.get_close_matches(value, list(choices)) if isinstance(value, str) else ()
+    if not isinstance(value, str):
+        return ""
+    close = difflib.get_close_matches(value, list(choices), cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""

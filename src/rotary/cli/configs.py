@@ -53,7 +53,7 @@ def inspect(
     for kind, report in reports.items():
         title = " ".join(word for word in (config, part, kind) if word)
         if report is None:
-            print_table(title, [("rotation", "none: these layers do not use positions")])
+            print_table(title, [("rotation", "none: these layers have no rotary embedding")])
         else:
             print_table(title, _inspection_rows(report))
     if others:

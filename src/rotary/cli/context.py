@@ -97,7 +97,7 @@ def reach(
     for kind, each in results.items():
         title = " ".join(filter(None, (config, kind)))
         if each is None:
-            print_table(title, [("rotation", "none: these layers do not use positions")])
+            print_table(title, [("rotation", "none: these layers have no rotary embedding")])
             continue
         print_table(title, each.rows())
         typer.echo()
