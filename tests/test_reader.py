@@ -47,7 +47,8 @@ def test_hunyuan_says_dynamic_and_means_a_fixed_base():
 
 
 def test_ntk_and_ntk_mixed_of_vllm():
-    assert read({"type": "ntk", "factor": 4.0}).schedule == "ntk"
+    for ntk in ({"type": "ntk", "factor": 4.0}, {"type": "ntk", "factor": 4.0, "mixed_b": None}):
+        assert (read(ntk).schedule, read(ntk).params["b"]) == ("ntk_mixed", 1.0)
     mixed = read({"type": "ntk", "factor": 4.0, "mixed_b": 0.5})
     assert (mixed.schedule, mixed.params["b"]) == ("ntk_mixed", 0.5)
 
@@ -183,8 +184,9 @@ def test_keys_of_vllm_and_others_that_change_what_is_computed():
     assert from_hf_config({**SIZES, "rope_dim": 64}).rotary_dim == 64
     with pytest.raises(ValueError, match="FoPE"):
         read({"type": "default", "use_fope": True})
-    pangu = {"type": "openpangu", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    assert read(pangu).num_axes == 3
+    for name in ("openpangu", "bailing_mrope", "mllama4"):  # of no file: set by code of vLLM
+        with pytest.raises(ValueError, match=f"rope_type '{name}' is not known"):
+            read({"type": name, "mrope_section": [24, 20, 20], "mrope_interleaved": True})
 
 
 def test_heads_that_do_not_divide_the_width_need_head_dim():
@@ -201,6 +203,36 @@ def test_models_of_other_code_that_compute_the_same():
     key = {"layout_key": "rope_interleave"}  # which the class of transformers alone reads
     assert {**MODELS["kimi_k2"], **key} == MODELS["deepseek_v3"]
     assert from_hf_config({"model_type": "internlm2"}) == Rotary(head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("own", "as_type", "key"),
+    [("internvl_chat", "internvl", "llm_config"), ("ovis", "ovis2", "llm_config"),
+     ("deepseek_vl_v2", "deepseek_vl", "language_config")],
+)  # fmt: skip
+def test_a_text_model_under_the_key_of_other_code_is_read_or_refused(own, as_type, key):
+    text = {"model_type": "qwen2", **SIZES, "rope_theta": 5e5}
+    whole = {"model_type": own, key: text, "vision_config": {"model_type": "intern_vit_6b"}}
+    assert from_hf_config(whole, as_type=as_type) == Rotary(head_dim=128, base=5e5)
+    with pytest.raises(ValueError, match=f"needs text_config: the config has none but {key}"):
+        from_hf_config({**whole, "model_type": as_type})
+
+
+def test_a_base_inside_of_attn_config_is_refused_as_transformers_ignores_it():
+    dbrx = {"model_type": "dbrx", "d_model": 6144, "n_heads": 48}
+    for inside in ({}, {"rope_theta": 10_000}, {"rope_theta": None}):
+        assert from_hf_config({**dbrx, "attn_config": inside}) == Rotary(head_dim=128)
+    whole = {**dbrx, "attn_config": {"rope_theta": 500_000}}
+    with pytest.raises(ValueError, match="500000 in attn_config is not read by transformers"):
+        from_hf_config(whole)
+    assert from_hf_config({**whole, "rope_theta": 500_000}).base == 500_000
+
+
+def test_a_head_that_the_class_divides_is_divided():
+    """Doubling the width of this model alone is an error of its class."""
+    for heads in (8, 16):
+        config = {"model_type": "pocket_tts", "hidden_size": 1024, "num_attention_heads": heads}
+        assert from_hf_config(config).head_dim == 1024 // heads
 
 
 def test_a_layer_type_that_the_model_does_not_have_is_refused():

@@ -553,7 +553,8 @@ def entry(config: Any, rotary: type | None = None, source: str = "") -> dict[str
         if (value := _get(config, size)) is not None:
             says[size] = value
     head_dim = _get(config, "head_dim")
-    if head_dim is not None and not _follows(config, head_dim, "hidden_size"):
+    divides = "hidden_size", "num_attention_heads"
+    if head_dim is not None and not any(_follows(config, head_dim, key) for key in divides):
         says["head_dim"] = head_dim
         if _follows(config, head_dim, "qk_rope_head_dim"):
             names["head_dim"] = "qk_rope_head_dim"

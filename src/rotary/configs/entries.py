@@ -179,11 +179,21 @@ def _as_type(data: Mapping[str, JSON], as_type: str) -> Mapping[str, JSON]:
     if own in MODELS and own != as_type:
         raise ValueError(f"model_type {own!r} is known: leave out as_type, which is {as_type!r}")
     renamed = {**data, "model_type": as_type}
-    for key, kind in MODELS[as_type].get("parts", {}).items():
-        inner = data.get(key)
+    of_parts = MODELS[as_type].get("parts", {})
+    text = next((key for key in TEXT_PARTS if key in of_parts), None)
+    if text and renamed.get(text) is None and (other := _other_text(data, of_parts)):
+        renamed[text] = renamed.pop(other)  # InternVL and DeepSeek-VL have another key for it
+    for key, kind in of_parts.items():
+        inner = renamed.get(key)
         if isinstance(inner, Mapping) and inner.get("model_type") not in MODELS:
             renamed[key] = {**inner, "model_type": kind}
     return renamed
+
+
+def _other_text(data: Mapping[str, JSON], of_parts: Mapping[str, str]) -> str | None:
+    """Return the key of a text model that is none of the parts; None if there is none."""
+    others = [key for key in TEXT_PARTS if key not in of_parts]
+    return next((key for key in others if isinstance(data.get(key), Mapping)), None)
 
 
 def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON], Model]:
@@ -227,6 +237,8 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
             each for each in data if part is None and _TEXT_KEYS.search(str(each))
             and each not in beside and data[each] not in (None, defaults.get(each))
         ]  # fmt: skip
+        if part is None and (other := _other_text(data, of_parts)):
+            unread = [other]
         if unread or (part is None and model.get("own_text")):
             outside = f" but {unread[0]} outside of it, where it is not read" if unread else ""
             raise ValueError(f"model_type {name!r} needs {key}: the config has none{outside}")

@@ -21,9 +21,8 @@ from .values import whole_number
 TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "axial")
 # what other programs call these types: vLLM 0.33, SGLang 0.5, mlx-lm 0.32, old remote code
 ALIASES = {
-    "su": "longrope", "mrope": "default", "mllama4": "llama3", "deepseek_yarn": "yarn",
-    "telechat3-yarn": "yarn", "xdrope": "dynamic", "bailing_mrope": "default",
-    "openpangu": "default", "ntk": "ntk",
+    "su": "longrope", "mrope": "default", "deepseek_yarn": "yarn", "telechat3-yarn": "yarn",
+    "xdrope": "dynamic", "ntk": "ntk_mixed",
 }  # fmt: skip
 # rope types whose functions in transformers fail if head_dim is null
 _NEED_HEAD_DIM = ("dynamic", "longrope", "yarn")
@@ -146,6 +145,13 @@ def check_top(config: Config, complain: Complain) -> None:
         complain(
             f"rope_theta {base!r} is not read for {where}, whose base is {config.base:g}{hint}"
         )
+    inner = data.get("attn_config")  # of DBRX
+    inside = inner.get("rope_theta") if isinstance(inner, Mapping) else None
+    if inside is not None and inside != config.base:
+        complain(
+            f"rope_theta {inside!r} in attn_config is not read by transformers, whose base is "
+            f"{config.base:g}; write rope_theta beside attn_config"
+        )
     names = model.get("names", {})
     our_names = {theirs: ours for ours, theirs in names.items()}
     for key in config.unread:
@@ -185,9 +191,7 @@ def _rope_type(config: Config) -> tuple[str, str]:
     if "num_axes" in model and model["axes"] != "turns of one ladder" and name == "default":
         return "axial", "axial"
     schedule = ALIASES.get(name, name)
-    if schedule == "ntk" and rope.get("mixed_b") is not None:
-        schedule = "ntk_mixed"
-    elif schedule == "dynamic" and rope.get("alpha") and model.get("alpha"):
+    if schedule == "dynamic" and rope.get("alpha") and model.get("alpha"):
         schedule = "ntk"  # Hunyuan: a fixed base, whatever the length
     return name, schedule
 
@@ -285,8 +289,9 @@ def _translated(rope_type: str, schedule: str, rope: Mapping[str, JSON]) -> dict
     """Return parameters that a dialect has under another name, or as another formula."""
     if schedule == "ntk" and rope.get("alpha"):
         return {"factor": rope["alpha"]}
-    if schedule == "ntk_mixed":
-        return {"b": rope["mixed_b"]}
+    if schedule == "ntk_mixed":  # without mixed_b the programs divide every pair as with 1
+        b = rope.get("mixed_b")
+        return {"b": 1.0 if b is None else b}
     if rope.get("apply_yarn_scaling") is False:  # Mistral's own files
         return {"attention_factor": 1.0}
     factor = rope.get("factor")
