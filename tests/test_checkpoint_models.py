@@ -41,6 +41,8 @@ VARIANTS = {
     "gpt_neox, all": ("gpt_neox", {"rotary_pct": 1.0}),
     "llama, biased": ("llama", {"attention_bias": True}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
+    "dory": ("dory", {"head_dim": 16, "num_hidden_layers": 4, "n_input_layers": 1,
+                      "n_output_layers": 1}),
     "afmoe": ("afmoe", dict(head_dim=16, num_dense_layers=1, **MOE, **LOCAL)),
     "exaone_moe": ("exaone_moe", dict(**MOE, **LOCAL)),
     "lfm2": ("lfm2", {"layer_types": ["full_attention", "conv"], "conv_L_cache": 3}),

@@ -28,7 +28,7 @@ AUTOS = {
 # what a name of a tensor that moves may end in, beside the parameter; all else is none of ours
 MAY_MOVE = re.compile(
     r"\.(?:q_proj|k_proj|q_norm|k_norm|q_layernorm|k_layernorm|qkv_proj|query_key_value|Wqkv|query"
-    r"|key|q_b_proj|kv_a_proj_with_mqa|q_gate_proj|experts\.input_linear|kv_proj|scaling)"
+    r"|key|q_b_proj|kv_a_proj_with_mqa|q_gate_proj|experts\.input_linear|kv_proj|scaling|sqk)"
     r"(?:\.linear)?(?:\.weight|\.bias)?$"
 )
 LAYERS = re.compile(r"(?:num_hidden_layers|n_layers?|num_layers|\w+coder_layers|\w+_hidden_layers"

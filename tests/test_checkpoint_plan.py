@@ -326,6 +326,19 @@ def test_matrices_that_no_rule_knows_are_listed_and_vectors_are_not():
     assert plan(known, LLAMA, "half", "interleaved").warning == ""
 
 
+def test_the_scale_of_every_query_channel_of_dory_moves():
+    """As its files name it: an attention block and an MLP block for each layer."""
+    prefix, config = "backbone.layers.2.mixer.", {**LLAMA, "model_type": "dory", "head_dim": 16}
+    names = {"q_proj.weight": (64, 64), "k_proj.weight": (64, 64), "sqk": (64,), "s_gate": (64,)}
+    tensors = {prefix + name: Tensor("F32", shape, 0, 0) for name, shape in names.items()}
+    made = plan(tensors, config, "half", "interleaved")
+    assert [*made.moves] == [*tensors][:3]
+    assert (
+        made.moves[prefix + "sqk"].order.tolist()
+        == made.moves[prefix + "q_proj.weight"].order.tolist()
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "is_left"),
     {(): True, (1,): True, (4,): True, (64,): False, (16,): False, (4, 16): False}.items(),

@@ -244,6 +244,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
         "modules": {"experts.input_linear": "query of an expert", "kv_proj": "key and value"}
     },
     "timesfm2_5": {"modules": {"scaling": "query norm"}},
+    "dory": {"modules": {"sqk": "query norm"}},
     "minimax": {"modules": dict.fromkeys(("qkv_proj", "query_decay", "key_decay"), LINEAR)},
     "granite": {"modules": dict.fromkeys(("to_q", "to_kv"), "left: not of the text model")},
     # files that transformers loads under other names
