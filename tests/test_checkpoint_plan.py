@@ -317,13 +317,14 @@ def test_the_output_moves_only_where_keys_are_the_values():
         plan({**tensors, **scales}, {**config, "attention_k_eq_v": True}, "half", "interleaved")
 
 
-def test_matrices_that_no_rule_knows_are_listed_and_vectors_are_not():
-    known = shapes(q_proj__weight=(64, 64))
-    unknown = shapes(mixer__weight=(64, 64), blend__weight=(64, 1, 4), gain__weight=(64,))
-    made = plan({**known, **unknown}, LLAMA, "half", "interleaved")
-    assert [left.tensor for left in made.left] == [*unknown][:2]
-    assert f"{LAYER}mixer.weight and 1 more stays as it is" in made.warning
-    assert plan(known, LLAMA, "half", "interleaved").warning == ""
+def test_what_no_rule_knows_and_may_have_channels_of_heads_is_listed():
+    known = shapes(q_proj__weight=(64, 64), sinks=(64,), o_proj__bias=(64,))
+    unknown = shapes(mixer__weight=(64, 64), blend__weight=(64, 1, 4), gain=(64,), gain2=(16,))
+    still = shapes(slopes=(4,), ticks=(24,), level=())
+    made = plan({**known, **unknown, **still}, LLAMA, "half", "interleaved")
+    assert [left.tensor for left in made.left] == [*unknown]
+    assert f"{LAYER}mixer.weight and 3 more stays as it is" in made.warning
+    assert plan({**known, **still}, LLAMA, "half", "interleaved").warning == ""
 
 
 def test_the_scale_of_every_query_channel_of_dory_moves():
@@ -333,10 +334,8 @@ def test_the_scale_of_every_query_channel_of_dory_moves():
     tensors = {prefix + name: Tensor("F32", shape, 0, 0) for name, shape in names.items()}
     made = plan(tensors, config, "half", "interleaved")
     assert [*made.moves] == [*tensors][:3]
-    assert (
-        made.moves[prefix + "sqk"].order.tolist()
-        == made.moves[prefix + "q_proj.weight"].order.tolist()
-    )
+    scale, query = (made.moves[prefix + name] for name in ("sqk", "q_proj.weight"))
+    assert scale.order.tolist() == query.order.tolist()
 
 
 @pytest.mark.parametrize(

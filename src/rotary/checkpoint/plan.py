@@ -118,8 +118,8 @@ class Plan(NamedTuple):
             return ""
         more = f" and {len(names) - 1} more" * (len(names) > 1)
         return (
-            f"{names[0]}{more} stays as it is: it is {UNKNOWN}; if it holds queries or keys, the "
-            "result computes wrong results"
+            f"{names[0]}{more} stays as it is: it is {UNKNOWN}; if it holds channels of queries or "
+            "keys, the result computes wrong results"
         )
 
     def to_dict(self) -> dict[str, JSON]:
@@ -239,7 +239,9 @@ def plan(
     left += [
         Left(name, UNKNOWN)
         for name, tensor in tensors.items()
-        if name not in named and len(tensor.shape) > 1 and unknown_in_attention(name)
+        if name not in named
+        and unknown_in_attention(name)
+        and (len(tensor.shape) > 1 or _may_be_channels(math.prod(tensor.shape), layers))
     ]
     return Plan(model, source, target, moves, tuple(left), base)
 
@@ -285,9 +287,14 @@ def _move_of(
     return move
 
 
+def _may_be_channels(count: int, layers: _Layers) -> bool:
+    """Whether so many numbers may be one for each channel of one head or of several."""
+    return any([spec and count % spec.head_dim == 0 for spec, _ in layers.values()])
+
+
 def _check_cache_scale(tensor: str, count: int, layers: _Layers) -> None:
     """Refuse a scale of a cache that may be one of every channel, as channels move."""
-    if any([spec and count % spec.head_dim == 0 for spec, _ in layers.values()]):
+    if _may_be_channels(count, layers):
         raise ValueError(
             f"tensor {tensor!r} may scale every channel of the heads, {count} of them, and these "
             "move; if it does not, name it in leave (--leave)"
