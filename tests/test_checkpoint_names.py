@@ -233,7 +233,10 @@ def test_a_whole_layer_and_what_holds_no_channels_may_be_left(leave):
      ("blocks.3.mha.lin.weight", True), ("model.layers.0.self_attn.v_proj.weight", False),
      ("model.layers.0.post_attention_layernorm.weight", False), ("blk.0.attn_output.weight", False),
      ("model.layers.0.self_attn.o_proj.lora_A.weight", False), ("attn.first.weight", False),
-     ("layers.0.attention.wo.weight", False), ("visual.blocks.0.attn.first.weight", False)],
+     ("layers.0.attention.wo.weight", False), ("visual.blocks.0.attn.first.weight", False),
+     ("model.layers.0.hc_pre.hc_attn_layer.hc_fn", False),  # HY 4
+     ("model.layers.0.attn_hyper_connection.input_mix_weight_down.weight", False),  # Qwen 4
+     ("transformer.h.0.attn.causal_mask", False), ("h.0.attn.masked_bias", False)],  # CodeGen
 )  # fmt: skip
 def test_what_is_in_attention_under_a_name_that_says_nothing_is_told_apart(tensor, is_unknown):
     assert names.unknown_in_attention(tensor) == is_unknown

@@ -109,11 +109,11 @@ _WIDE = re.compile(
     r"|dense_h_to_4h)\.weight"
 )
 _ATTENTION = re.compile(r"(?:.*\.)?\w*(?:att|mha)\w*\..+", re.IGNORECASE)
-# parts of names of the other tensors of an attention module
+# parts of names of the other tensors of an attention module, and of hyper connections around it
 _NOT_ROTATED = re.compile(
     r"(?:attn_)?(?:[vogbrf](?:_[ab])?(?:_proj)?|w[vo]|values?|dense|proj|c_proj|dt_proj|experts|mlp"
-    r"|(?:linear|to|dense)_\w+|out\w*|\w*(?:norm|ln|gate|conv|router|compressor|bias|scal|emb|decay|rate|_hc"
-    r"|sink)\w*)",
+    r"|(?:linear|to|dense)_\w+|out\w*|hc_\w+|\w*(?:norm|ln|gate|conv|router|compressor|bias|mask|scal|emb"
+    r"|decay|rate|_hc|hyper_connection|sink)\w*)",
     re.IGNORECASE,
 )
 
