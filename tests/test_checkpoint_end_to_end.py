@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from checkpoints import OTHER
-from families import FAMILIES, GPTJ, MLA, MOE, distance, tiny_model
+from families import FAMILIES, GPTJ, MLA, MOE, TINY, distance, tiny_model
 from test_checkpoint_models import INDEXED, rotate_otherwise
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -30,8 +30,17 @@ BAILING = {
     **MLA, **MOE, "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 8, "n_shared_experts": 1,
 }  # fmt: skip
+COSMOS = {"text_config": {**TINY, "head_dim": 16, "rope_parameters": {
+    "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1,
+          "num_attention_heads": 2, "num_heads": 2, "out_hidden_size": 64,
+          "deepstack_visual_indexes": [0]}  # fmt: skip
 # whose tensors have other names in files than in memory: transformers renames and cuts them
 RENAMED = {
+    "exaone": {},
+    "sarvam_moe": {**MOE, "head_dim": 16},
+    "cosmos3_edge": {**COSMOS, "vision_config": VISION, "projector_hidden_size": 32},
+    "cosmos3_omni": {**COSMOS, "vision_config": VISION},
     "axk2": INDEXED,
     "hrm_text": {"head_dim": 16},
     "bailing_hybrid": BAILING,

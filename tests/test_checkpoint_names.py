@@ -153,6 +153,10 @@ def test_every_model_type_that_can_be_built_is_planned_or_refused_with_a_reason(
         ("layers.0.attn.wkv_b.weight", "deepseek_v3", "left"),
         ("transformer.h.0.attn.q_proj.weight", "gptj", "query"),
         ("transformer.h.3.attn.c_attn.bias", "", "query and key"),  # Qwen 1
+        ("transformer.h.3.attn.attention.q_proj.weight", "exaone", "query"),
+        ("model.layers.3.attention.query_key_value.weight", "sarvam_moe", "query and key"),
+        ("layers.3.self_attn.to_k.weight", "cosmos3_edge_text", "key"),
+        ("layers.3.self_attn.to_q.weight", "qwen3_vl_text", "query"),  # Cosmos 3 Omni
         ("transformer.blocks.3.norm_attn_norm.attn.Wqkv.weight", "dbrx", "query and key"),
         ("model.layers.9.attention.wqkv.weight", "internlm2", "query and key, grouped"),
         ("model.layers.9.self_attn.W_pack.weight", "", "query and key"),  # Baichuan

@@ -248,6 +248,11 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "minimax": {"modules": dict.fromkeys(("qkv_proj", "query_decay", "key_decay"), LINEAR)},
     "granite": {"modules": dict.fromkeys(("to_q", "to_kv"), "left: not of the text model")},
     # files that transformers loads under other names
+    **dict.fromkeys(
+        ("cosmos3_edge_text", "qwen3_vl_text"),  # the latter is the text part of cosmos3_omni
+        {"modules": {"to_q": "query", "to_k": "key", "norm_q": "query norm", "norm_k": "key norm"}},
+    ),
+    "sarvam_moe": {"modules": {"query_key_value": "query and key"}},
     "axk2": {"modules": {"q_b_proj": "latent query, with a gate"}},
     "hrm_text": {
         "modules": {"gqkv_proj": "query and key, behind a gate"}, "key_heads": "queries"
@@ -340,7 +345,8 @@ def main() -> None:
         says = {key: value for key, value in table[same].items() if key not in own}
         table.setdefault(name, says)
     for name in table:
-        if says := WEIGHTS.get(owners.get(name, name)):
+        # the names in files are of the model type, all else is of the code
+        if says := WEIGHTS.get(name) or WEIGHTS.get(owners.get(name, name)):
             table[name] = {**table[name], "weights": says}
     for name in list(transformers.CONFIG_MAPPING):
         parts = parts_of(name, table)

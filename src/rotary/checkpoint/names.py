@@ -48,8 +48,8 @@ class Name(NamedTuple):
 
 
 _SELF = (
-    r"(?:self_attn|self_attn\.\d|self_attention|attention|attention\.self|attn|mixer|temporal_block"
-    r"|shared_transformer\.self_attn|norm_attn_norm\.attn|text_attn)"
+    r"(?:self_attn(?:\.\d)?|self_attention|attention(?:\.self)?|attn(?:\.attention)?|mixer"
+    r"|temporal_block|shared_transformer\.self_attn|norm_attn_norm\.attn|text_attn)"
 )
 _Q = r"(?:q_proj|query|wq)"
 _K = r"(?:k_proj|key|wk)"
