@@ -48,6 +48,7 @@ TESTS = {  # of each file; the examples in its docstrings are tests too
         "jax::test_a_length_that_is_traced_is_refused",
         "jax::test_a_length_that_is_known_gives_the_scaled_tables_under_jit",
     ),
+    "checkpoint/layers": ("checkpoint_plan",),
     "checkpoint/plan": ("checkpoint_plan", "checkpoint_names", "checkpoint_formats"),
 }
 LOADED = {  # what tests import, once here and not in every mutant

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..configs import Config, choose, from_hf_config, layer_types, load
+from ..configs import Config, load
 from ..layouts import Indices, channel_permutation, check
 from ..spec import Rotary
 from ..strict_json import JSON
 from . import channels
 from .channels import BLOCK, Place, Run
 from .files import Checkpoint, ConfigFile, Tensor
+from .layers import Layers, layer_type, layers_of, may_be_channels, why_not
 from .names import (
     CACHE_SCALE,
     LEFT,
@@ -29,7 +30,6 @@ from .names import (
 )
 
 UNKNOWN = "in attention, but its name is not known"
-_Layers = Mapping[str | None, tuple[Rotary | None, Config]]
 
 
 class Move(NamedTuple):
@@ -193,7 +193,7 @@ def plan(
     check(target, "target")
     if source == target:
         raise ValueError(f"source and target are both {source!r}: nothing is to be moved")
-    layers = _layers(config)
+    layers = layers_of(config)
     first = next(iter(layers.values()))[1]
     model = first.data.get("model_type", "")
     block = _block_of(config, first)
@@ -215,9 +215,9 @@ def plan(
     moves: dict[str, Move] = {}
     left: list[Left] = []
     for name in names:
-        kind = None if name.kind == LEFT else _layer_type(name, layers, first)
+        kind = None if name.kind == LEFT else layer_type(name, layers, first)
         spec, layer = layers.get(kind, (None, first))
-        reason = name.reason or _why_not(name, spec, projections, first)
+        reason = name.reason or why_not(name, spec, projections, first)
         if name.kind == "output":
             # Gemma 4: in full attention the projected keys are the values as well
             is_value = first.data.get("attention_k_eq_v") and kind != "sliding_attention"
@@ -241,7 +241,7 @@ def plan(
         for name, tensor in tensors.items()
         if name not in named
         and unknown_in_attention(name)
-        and (len(tensor.shape) > 1 or _may_be_channels(math.prod(tensor.shape), layers))
+        and (len(tensor.shape) > 1 or may_be_channels(math.prod(tensor.shape), layers))
     ]
     return Plan(model, source, target, moves, tuple(left), base)
 
@@ -287,34 +287,13 @@ def _move_of(
     return move
 
 
-def _may_be_channels(count: int, layers: _Layers) -> bool:
-    """Whether so many numbers may be one for each channel of one head or of several."""
-    return any([spec and count % spec.head_dim == 0 for spec, _ in layers.values()])
-
-
-def _check_cache_scale(tensor: str, count: int, layers: _Layers) -> None:
+def _check_cache_scale(tensor: str, count: int, layers: Layers) -> None:
     """Refuse a scale of a cache that may be one of every channel, as channels move."""
-    if _may_be_channels(count, layers):
+    if may_be_channels(count, layers):
         raise ValueError(
             f"tensor {tensor!r} may scale every channel of the heads, {count} of them, and these "
             "move; if it does not, name it in leave (--leave)"
         )
-
-
-def _layers(config: object) -> _Layers:
-    """Return layer type -> (RoPE or None, config). ValueError if nothing rotates."""
-    data = load(config)
-    kinds: tuple[str | None, ...] = layer_types(data) or (None,)
-    layers = {kind: (from_hf_config(data, kind), choose(data, kind)) for kind in kinds}
-    first = layers[kinds[0]][1]
-    name = first.data.get("model_type", "")
-    if "num_axes" in first.model:
-        raise ValueError(f"{name!r} is a vision tower; only the text part of a model is converted")
-    if first.data.get("rotary_value"):
-        raise ValueError(f"{name!r} cannot be converted: rotary_value says values rotate as well")
-    if not any(spec for spec, _ in layers.values()):
-        raise ValueError(f"{name!r} does not rotate: its config turns RoPE off")
-    return layers
 
 
 def _block_of(config: object, first: Config) -> tuple[int, int]:
@@ -335,44 +314,3 @@ def _block_of(config: object, first: Config) -> tuple[int, int]:
             "before they are quantized"
         )
     return sizes[0], sizes[1]
-
-
-def _layer_type(name: Name, layers: _Layers, first: Config) -> str | None:
-    """Return the layer type of a tensor, as a key of `layers`."""
-    slices = {spec and (spec.head_dim, spec.rotary_dim, spec.start) for spec, _ in layers.values()}
-    if len(slices) == 1 and not first.data.get("attention_k_eq_v"):
-        return next(iter(layers))
-    types = first.data.get("layer_types")
-    if bases := first.data.get("layer_rope_theta"):
-        types = [f"rope_theta={base or 0:g}" for base in bases]
-    # modules of multi-token prediction number their own layers
-    is_extra = ".mtp" in f".{name.tensor}"
-    if types is None or name.layer >= len(types) or is_extra:
-        raise ValueError(
-            f"tensor {name.tensor!r}: layers differ in what they rotate, and layer_types of the "
-            f"config does not name the type of layer {name.layer}"
-        )
-    if types[name.layer] not in layers:
-        raise ValueError(
-            f"tensor {name.tensor!r}: layer_types says {types[name.layer]!r}, none of "
-            f"{', '.join(map(str, layers))}"
-        )
-    return str(types[name.layer])
-
-
-def _why_not(
-    name: Name, spec: Rotary | None, projections: Mapping[str, JSON], first: Config
-) -> str:
-    """Return why a projection with a known name has no rotated heads; "" if it has."""
-    data, layer = first.data, name.layer
-    weights = first.model.get("weights", {})
-    if spec is None or not first.rotates_layer(layer):
-        return "of a layer that does not rotate"
-    if data.get("kv_lora_rank") is not None and name.kind.endswith("norm"):
-        return "a latent has no channels of heads"
-    module = weights.get("latent_module")
-    if data.get("kv_lora_rank") is not None and module and name.kind in ("query", "key"):
-        siblings = name.group.removesuffix("q_proj").removesuffix("k_proj")
-        if f"{siblings}{module}" not in projections:
-            return "linear attention does not rotate"
-    return ""

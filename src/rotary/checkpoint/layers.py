@@ -1,0 +1,71 @@
+"""Says which layers of a model rotate, and by which spec, from its config."""
+
+from collections.abc import Mapping
+
+from ..configs import Config, choose, from_hf_config, layer_types, load
+from ..spec import Rotary
+from ..strict_json import JSON
+from .names import Name
+
+# layer type -> (RoPE or None, config)
+Layers = Mapping[str | None, tuple[Rotary | None, Config]]
+
+
+def layers_of(config: object) -> Layers:
+    """Return layer type -> (RoPE or None, config). ValueError if nothing rotates."""
+    data = load(config)
+    kinds: tuple[str | None, ...] = layer_types(data) or (None,)
+    layers = {kind: (from_hf_config(data, kind), choose(data, kind)) for kind in kinds}
+    first = layers[kinds[0]][1]
+    name = first.data.get("model_type", "")
+    if "num_axes" in first.model:
+        raise ValueError(f"{name!r} is a vision tower; only the text part of a model is converted")
+    if first.data.get("rotary_value"):
+        raise ValueError(f"{name!r} cannot be converted: rotary_value says values rotate as well")
+    if not any(spec for spec, _ in layers.values()):
+        raise ValueError(f"{name!r} does not rotate: its config turns RoPE off")
+    return layers
+
+
+def layer_type(name: Name, layers: Layers, first: Config) -> str | None:
+    """Return the layer type of a tensor, as a key of `layers`; ValueError without one."""
+    slices = {spec and (spec.head_dim, spec.rotary_dim, spec.start) for spec, _ in layers.values()}
+    if len(slices) == 1 and not first.data.get("attention_k_eq_v"):
+        return next(iter(layers))
+    types = first.data.get("layer_types")
+    if bases := first.data.get("layer_rope_theta"):
+        types = [f"rope_theta={base or 0:g}" for base in bases]
+    # modules of multi-token prediction number their own layers
+    is_extra = ".mtp" in f".{name.tensor}"
+    if types is None or name.layer >= len(types) or is_extra:
+        raise ValueError(
+            f"tensor {name.tensor!r}: layers differ in what they rotate, and layer_types of the "
+            f"config does not name the type of layer {name.layer}"
+        )
+    if types[name.layer] not in layers:
+        raise ValueError(
+            f"tensor {name.tensor!r}: layer_types says {types[name.layer]!r}, none of "
+            f"{', '.join(map(str, layers))}"
+        )
+    return str(types[name.layer])
+
+
+def why_not(name: Name, spec: Rotary | None, projections: Mapping[str, JSON], first: Config) -> str:
+    """Return why a projection with a known name has no rotated heads; "" if it has."""
+    data, layer = first.data, name.layer
+    weights = first.model.get("weights", {})
+    if spec is None or not first.rotates_layer(layer):
+        return "of a layer that does not rotate"
+    if data.get("kv_lora_rank") is not None and name.kind.endswith("norm"):
+        return "a latent has no channels of heads"
+    module = weights.get("latent_module")
+    if data.get("kv_lora_rank") is not None and module and name.kind in ("query", "key"):
+        siblings = name.group.removesuffix("q_proj").removesuffix("k_proj")
+        if f"{siblings}{module}" not in projections:
+            return "linear attention does not rotate"
+    return ""
+
+
+def may_be_channels(count: int, layers: Layers) -> bool:
+    """Whether so many numbers may be one for each channel of one head or of several."""
+    return any([spec and count % spec.head_dim == 0 for spec, _ in layers.values()])
