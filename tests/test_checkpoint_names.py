@@ -116,7 +116,7 @@ def test_every_model_type_that_can_be_built_is_planned_or_refused_with_a_reason(
     """What is refused is refused for one of these reasons; the rest of transformers is planned."""
     reasons = {
         "vision": "is a vision tower",
-        "parts": "has several parts; pass part",
+        "parts": "has several parts, none known as its text",
         "not one": "is not one rotation",
         "no heads": "no tensor is a query or key projection",
         "still": "does not rotate",

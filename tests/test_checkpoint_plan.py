@@ -422,6 +422,13 @@ def test_of_a_hybrid_the_queries_beside_a_latent_move():
          "rotary_value says values rotate as well"),
         ("half", "interleaved", {"model_type": "t5gemma"}, "its encoder rotates too"),
         ("half", "interleaved", {"model_type": "t5gemma2"}, "its encoder rotates too"),
+        *[("half", "interleaved", {"model_type": name}, f"^cannot be converted: model_type {name!r}"
+           " has several parts, none known as its text; only the text part of a model is converted$"
+           ) for name in ("dia", "pi0", "blt")],
+        ("half", "interleaved", {"_class_name": "WanTransformer3DModel"}, "^cannot be converted"),
+        ("half", "interleaved", {"model_type": "lama4u"}, r"^model_type 'lama4u' is not known.*; if"
+         r" the code of .* give --config \(config=\) a copy of its config.json with that model_ty"),
+        ("half", "interleaved", {"model_type": "gpt2"}, "has no RoPE in transformers; if the code"),
         ("half", "interleaved", {**LLAMA, "hidden_size": 96},
          r"q_proj.weight' of shape \(64, 64\) .* has 64 output channels, and 4 heads of 24 are"),
     ],

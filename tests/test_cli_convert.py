@@ -102,6 +102,19 @@ def test_a_config_from_elsewhere_and_a_trusted_source(main, tmp_path):
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == LLAMA
 
 
+def test_a_model_that_is_not_known_is_converted_with_the_config_of_one_that_is(
+    main, source, tmp_path
+):
+    own = {**LLAMA, "model_type": "lama4u"}
+    (source / "config.json").write_text(json.dumps(own))
+    arguments = ("convert", str(source), str(tmp_path / "b"), *WAY)
+    assert_refused(main(*arguments), "give --config (config=) a copy of its config.json with that")
+    (tmp_path / "copy.json").write_text(json.dumps(LLAMA))
+    assert main(*arguments, "--config", str(tmp_path / "copy.json")).code == 0
+    written = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert written == {**LLAMA, "rope_traditional": True}
+
+
 REFUSED = {
     "the wrong layout": (("a", "b", "--from", "interleaved", "--to", "half"), "are half, not"),
     "one layout": (("a", "b", "--from", "half", "--to", "half"), "nothing is to be moved"),

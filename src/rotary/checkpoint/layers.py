@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 
-from ..configs import Config, choose, from_hf_config, layer_types, load
+from ..configs import (
+    ArgumentNeededError,
+    Config,
+    UnknownModelError,
+    choose,
+    from_hf_config,
+    layer_types,
+    load,
+)
 from ..spec import Rotary
 from ..strict_json import JSON
 from .names import Name
@@ -14,8 +22,19 @@ Layers = Mapping[str | None, tuple[Rotary | None, Config]]
 def layers_of(config: object) -> Layers:
     """Return layer type -> (RoPE or None, config). ValueError if nothing rotates."""
     data = load(config)
-    kinds: tuple[str | None, ...] = layer_types(data) or (None,)
-    layers = {kind: (from_hf_config(data, kind), choose(data, kind)) for kind in kinds}
+    try:
+        kinds: tuple[str | None, ...] = layer_types(data) or (None,)
+        layers = {kind: (from_hf_config(data, kind), choose(data, kind)) for kind in kinds}
+    except UnknownModelError as error:
+        raise ValueError(
+            f"{error.reason}; if the code of this model is like that of a known one, give --config "
+            "(config=) a copy of its config.json with that model_type; the copy is written into "
+            "the new folder"
+        ) from error
+    except ArgumentNeededError as error:
+        raise ValueError(
+            f"cannot be converted: {error.reason}; only the text part of a model is converted"
+        ) from error
     first = layers[kinds[0]][1]
     name = first.data.get("model_type", "")
     if "num_axes" in first.model:

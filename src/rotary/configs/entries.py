@@ -91,6 +91,21 @@ _ALTERNATIVES = (
 )
 
 
+class ArgumentNeededError(ValueError):
+    """A config alone does not say the RoPE. `reason` is the text without what to pass."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason, advice)
+        self.reason, self.advice = reason, advice
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.advice}"
+
+
+class UnknownModelError(ArgumentNeededError):
+    """The model_type of a config is not known, or not as one that rotates."""
+
+
 def choose(
     config: Any,
     layer_type: str | None = None,
@@ -200,22 +215,22 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     """Return the sub-config of a part, and the entry of its model in `MODELS`."""
     name = data.get("model_type")
     if name is None and "_class_name" in data:
-        raise ValueError(
-            f"this is a config of diffusers, of {data['_class_name']!r}: read it with "
-            "rotary.configs.from_diffusers_config"
+        raise ArgumentNeededError(
+            f"this is a config of diffusers, of {data['_class_name']!r}",
+            "read it with rotary.configs.from_diffusers_config",
         )
     if name is None or name == "":  # a bare dict, or an empty PretrainedConfig
         if part is not None:
             raise ValueError(f"part {brief(part)} needs a config with model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
     if name in _WITHOUT_ROPE:
-        raise ValueError(
-            f"model_type {name!r} has no RoPE in transformers; if this model's own code rotates, "
-            f"{_ALTERNATIVES}"
+        raise UnknownModelError(
+            f"model_type {name!r} has no RoPE in transformers",
+            f"if this model's own code rotates, {_ALTERNATIVES}",
         )
     if not isinstance(name, str) or name not in MODELS:
-        raise ValueError(
-            f"model_type {name!r} is not known{nearest(name, MODELS)}; {_ALTERNATIVES}"
+        raise UnknownModelError(
+            f"model_type {name!r} is not known{nearest(name, MODELS)}", _ALTERNATIVES
         )
     model = MODELS[name]
     of_parts = model.get("parts", {})
@@ -225,9 +240,9 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
         raise ValueError(f"model_type {name!r} has no part {brief(part)}: it is one model")
     key = part_key(data, part)
     if key is None or key not in of_parts:
-        raise ValueError(
-            f"model_type {name!r} has several parts; pass part, one of {', '.join(of_parts)}; "
-            f"got {brief(part)}{nearest(part, of_parts)}"
+        raise ArgumentNeededError(
+            f"model_type {name!r} has several parts" + ", none known as its text" * (part is None),
+            f"pass part, one of {', '.join(of_parts)}; got {brief(part)}{nearest(part, of_parts)}",
         )
     inner = data.get(key)
     if inner is None:  # an older config.json that is flat
