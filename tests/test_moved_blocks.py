@@ -174,18 +174,30 @@ def test_a_large_cache_is_moved_on_all_threads():
     np.testing.assert_array_equal(cache, wanted)
 
 
-def test_keys_beside_values_are_moved_in_place():
-    for at in ((0,), (slice(None), 0)):  # (2, blocks, ...) and (blocks, 2, ...)
-        both = numbers((2, 9, 6, 3, 32) if at == (0,) else (9, 2, 6, 3, 32), "bfloat16")
-        before = both.copy()
-        tensor = as_torch(both)
-        for memory in (both, tensor):
-            keys = memory[at]
-            rerotate(keys, SPEC, blocks=BLOCKS, shift=SHIFT, out=keys)
-        wanted = before.copy()
-        wanted[at] = rerotate(before[at].copy(), SPEC, blocks=BLOCKS, shift=SHIFT)
-        np.testing.assert_array_equal(bits_of(both), bits_of(wanted))
-        np.testing.assert_array_equal(bits_of(tensor), bits_of(wanted))
+# shape in memory, and the view of it that has the keys
+BESIDE = {
+    "(2, blocks, ...)": ((2, 9, 6, 3, 32), lambda x: x[0]),
+    "(blocks, 2, ...)": ((9, 2, 6, 3, 32), lambda x: x[:, 0]),
+    "vLLM": ((9, 3, 6, 64), lambda x: x[..., :32]),
+    "vLLM, tokens first": ((9, 6, 3, 64), lambda x: x.swapaxes(1, 2)[..., :32]),
+    "vLLM on a CPU": ((9, 3, 12, 32), lambda x: x[:, :, :6].reshape(9, 3, 32, 6).swapaxes(-1, -2)),
+}
+
+
+@pytest.mark.parametrize("form", BESIDE)
+def test_keys_beside_values_are_moved_in_place(form):
+    shape, keys_of = BESIDE[form]
+    both = numbers(shape, "bfloat16")
+    before = both.copy()
+    tensor = as_torch(both)
+    for memory in (both, tensor):
+        keys = keys_of(memory)
+        rerotate(keys, SPEC, blocks=BLOCKS, shift=SHIFT, out=keys)
+    wanted = before.copy()
+    keys_of(wanted)[...] = rerotate(keys_of(before).copy(), SPEC, blocks=BLOCKS, shift=SHIFT)
+    np.testing.assert_array_equal(bits_of(both), bits_of(wanted))
+    np.testing.assert_array_equal(bits_of(tensor), bits_of(wanted))
+    assert (bits_of(both) != bits_of(before)).any()
 
 
 def test_all_layers_take_one_call():

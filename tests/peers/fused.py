@@ -107,20 +107,26 @@ def vllm_operators(ops, dtype, is_neox, width):
     weights = [(1 + 0.1 * torch.randn(DIM)).to(dtype) for _ in "qk"]
     slots = torch.randperm(64)[:TOKENS]
     slots[::6] = -1
-    theirs, ours = (torch.zeros(2, 4, HEADS[1], 16, DIM, dtype=dtype) for _ in range(2))
+    theirs, ours = (torch.zeros(4, HEADS[1], 16, 2 * DIM, dtype=dtype) for _ in range(2))
     y, z = torch.empty_like(q), torch.empty_like(k)
     ops.rms_norm(y, q, weights[0], EPS)
     ops.rms_norm(z, k, weights[1], EPS)
     y, z = y.view(TOKENS, -1), z.view(TOKENS, -1)
     ops.rotary_embedding(positions, y, z, DIM, rope.cos_sin_cache.to(dtype), is_neox)
-    ops.cpu_attn_reshape_and_cache(z.view_as(k), v, *theirs, slots, "vec")
+    ops.cpu_attn_reshape_and_cache(z.view_as(k), v, *cpu_halves(theirs), slots, "vec")
     cache = KVCache(*cpu_views(ours), slots)
     found, *_ = fused(q, k, v, spec, positions, tables=tables, norm=Norm(*weights, EPS),
                       cache=cache, seq_dim=-3)  # fmt: skip
     yield row(f"`rms_norm`, `rotary_embedding`, `cpu_attn_reshape_and_cache`, "
               f"{form_of(is_neox, width)}",
               "`norm=`, `cache=KVCache(k_view, v_view, slots)`",
-              dtype, [found, *ours], [y.view_as(q), *theirs])  # fmt: skip
+              dtype, [found, ours], [y.view_as(q), theirs])  # fmt: skip
+
+
+def cpu_halves(memory):
+    """Keys and values of a cache (blocks, heads, block, 2 * dim), as its `cpu_attn.py` cuts it."""
+    blocks, heads, size, width = memory.shape
+    return memory.view(blocks, heads, 2 * size, width // 2).chunk(2, dim=2)
 
 
 def cpu_views(memory):
@@ -128,7 +134,7 @@ def cpu_views(memory):
 
     A block of keys has its channels first, (heads, dim, block); one of values (heads, block, dim).
     """
-    keys, values = memory
+    keys, values = cpu_halves(memory)
     blocks, heads, size, dim = keys.shape
     return keys.view(blocks, heads, dim, size).permute(0, 3, 1, 2), values.transpose(1, 2)
 
@@ -156,10 +162,10 @@ def vllm_few_bits(ops):
     dtype = torch.bfloat16
     (_, _, v), *_ = vllm_arrays(dtype, True, DIM)
     slots = torch.randperm(64)[:TOKENS]
-    theirs, ours = (torch.zeros(2, 4, HEADS[1], 16, DIM, dtype=torch.float8_e4m3fn)
+    theirs, ours = (torch.zeros(4, HEADS[1], 16, 2 * DIM, dtype=torch.float8_e4m3fn)
                     for _ in range(2))  # fmt: skip
     codes = theirs.view(torch.uint8)
-    ops.cpu_attn_reshape_and_cache(v, v, *codes, slots, "vec", 0.05, 0.02, "fp8")
+    ops.cpu_attn_reshape_and_cache(v, v, *cpu_halves(codes), slots, "vec", 0.05, 0.02, "fp8")
     cache = KVCache(*cpu_views(ours), slots, 0.05, 0.02)
     tables = torch.ones(TOKENS, DIM // 2), torch.zeros(TOKENS, DIM // 2)
     fused(v, v, v, rotary.Rotary(DIM), tables=tables, cache=cache, seq_dim=-3)
