@@ -47,7 +47,7 @@ class Differentiable(torch.autograd.Function):
         weights = operands[count:]
         call = ctx.call.with_weights(weights)
         if torch.is_grad_enabled():
-            return None, None, *_gradients_by_formula(call, ctx, grads)
+            return None, None, *_gradients_by_formula(call, ctx, operands, grads)
         results: list[Tensor | None] = [None] * len(operands)
         for index, (x, weight, grad) in enumerate(
             zip(operands[:count], weights, grads, strict=True)
@@ -56,7 +56,7 @@ class Differentiable(torch.autograd.Function):
                 continue
             both = _gradients_by_loops(call, index, x, weight, grad)
             if both is None:
-                return None, None, *_gradients_by_formula(call, ctx, grads)
+                return None, None, *_gradients_by_formula(call, ctx, operands, grads)
             results[index], results[count + index] = both
         return None, None, *results
 
@@ -91,14 +91,18 @@ def _by_formula(
 
 
 def _gradients_by_formula(
-    call: Call, ctx: Any, grads: Sequence[Tensor | None]
+    call: Call, ctx: Any, operands: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """Return the gradients by the formula, which can be differentiated again."""
-    operands, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+    needs = ctx.needs_input_grad[2:]
     is_recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        outs = _by_formula(call, ctx.formula, operands)
-        chosen = [x for x, is_needed in zip(operands, needs, strict=True) if is_needed]
+        aliases = [
+            _alias(x, is_recorded) if is_needed else x
+            for x, is_needed in zip(operands, needs, strict=True)
+        ]
+        outs = _by_formula(call, ctx.formula, aliases)
+        chosen = [x for x, is_needed in zip(aliases, needs, strict=True) if is_needed]
         pairs = [(y, g) for y, g in zip(outs, grads, strict=True) if g is not None]
         computed = torch.autograd.grad(
             [y for y, _ in pairs], chosen, [g for _, g in pairs],
@@ -106,6 +110,15 @@ def _gradients_by_formula(
         )  # fmt: skip
     gradients = iter(computed)
     return [next(gradients) if is_needed else None for is_needed in needs]
+
+
+def _alias(x: Tensor, is_recorded: bool) -> Tensor:
+    """Return x as an operand of its own, so that its gradient is not that of another operand.
+
+    Two operands may be one tensor, or one may be computed from the other. `is_recorded` keeps the
+    graph that x comes from, for gradients of gradients.
+    """
+    return x.view_as(x) if is_recorded else x.detach().requires_grad_()
 
 
 def checked_rows(rows: Tensor | None, cos: Tensor) -> Tensor | None:
