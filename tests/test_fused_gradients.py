@@ -119,3 +119,17 @@ def test_rotation_alone_of_operands_that_depend_on_each_other(order):
         got, want = [gradients(model, each, False, order) for each in (call, plain)]
         for x, y in zip(got, want, strict=True):
             assert y is None or (x - y).abs().max() <= 1e-6 * max(1, y.abs().max())
+
+
+@pytest.mark.parametrize("name", ["row numbers", "cos", "sin"])
+@pytest.mark.parametrize("is_created", [False, True])
+def test_angles_that_are_overwritten_before_the_gradient(name, is_created):
+    """As rotate: the buffer of positions may be that of the next batch."""
+    tables, rows = [table.clone() for table in (COS, SIN)], torch.tensor([0, 1, 2])
+    q = torch.randn(1, 2, 3, 8, requires_grad=True)
+    norm = Norm(torch.ones(8), None, EPS)
+    y, *_ = fused(q, None, None, SPEC, rows, tables=tables, norm=norm)
+    torch.autograd.grad(y.sum(), q, retain_graph=True)
+    {"row numbers": rows, "cos": tables[0], "sin": tables[1]}[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), q, create_graph=is_created)

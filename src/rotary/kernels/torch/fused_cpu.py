@@ -26,15 +26,15 @@ ACCESS = Access(form, Tensor.data_ptr, host_array, _weight)
 class Differentiable(torch.autograd.Function):
     """Normalizes and rotates q and k into new tensors; compiled loops compute gradients too.
 
-    The operands are q, k, the weight of q and that of k, or None; only they are saved. `formula` is
-    used if the loops cannot take the tensors, and for gradients of gradients.
+    The operands are q, k, the weight of q and that of k, or None; they and the tables are saved.
+    `formula` is used if the loops cannot take the tensors, and for gradients of gradients.
     """
 
     @staticmethod
     def forward(ctx, call, formula, *operands):
         xs = operands[: len(operands) // 2]
         ctx.call, ctx.formula, ctx.count = call, formula, len(xs)
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(call.cos, call.sin, call.rows, *operands)
         ctx.set_materialize_grads(False)
         outs = tuple(empty_like(x) for x in xs)
         if not rotated(call, xs, outs):
@@ -43,9 +43,9 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        operands, count = ctx.saved_tensors, ctx.count
+        (cos, sin, rows, *operands), count = ctx.saved_tensors, ctx.count
         weights = operands[count:]
-        call = ctx.call.with_weights(weights)
+        call = ctx.call._replace(cos=cos, sin=sin, rows=rows).with_weights(weights)
         if torch.is_grad_enabled():
             return None, None, *_gradients_by_formula(call, ctx, operands, grads)
         results: list[Tensor | None] = [None] * len(operands)
