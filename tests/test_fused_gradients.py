@@ -133,3 +133,29 @@ def test_angles_that_are_overwritten_before_the_gradient(name, is_created):
     {"row numbers": rows, "cos": tables[0], "sin": tables[1]}[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), q, create_graph=is_created)
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_many_gradients_at_once(is_strided):
+    """`is_grads_batched` runs backward inside vmap."""
+    torch.manual_seed(0)
+    q, k, w = heads(is_strided), heads(is_strided), leaf(8)
+    outs = ours(q, k, w, w)
+    many = [torch.randn(4, *y.shape, dtype=torch.float64) for y in outs]
+    got = torch.autograd.grad(outs, (q, k, w), many, retain_graph=True, is_grads_batched=True)
+    for index in range(4):
+        one = [each[index] for each in many]
+        want = torch.autograd.grad(outs, (q, k, w), one, retain_graph=True)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x[index], y)
+
+
+def test_a_jacobian_at_once():
+    torch.manual_seed(0)
+    q, w = torch.randn(1, 2, 5, 8), torch.randn(8)
+
+    def call(w):
+        return fused(q, None, None, SPEC, norm=Norm(w, None, EPS))[0].sum((0, 1))
+
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(call, w, vectorize=True), jacobian(call, w))

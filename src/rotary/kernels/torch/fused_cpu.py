@@ -12,7 +12,7 @@ from ..cpu import fused_jobs as jobs
 from ..cpu.fused_calls import Access, Call, piece_of, rotated
 from .checks import check_rows
 from .launch import check_row_range, empty_like, form, launch
-from .state import FLOATS, host_array
+from .state import FLOATS, are_plain, host_array
 
 
 def _weight(weight: Tensor) -> Tensor:
@@ -46,7 +46,8 @@ class Differentiable(torch.autograd.Function):
         (cos, sin, rows, *operands), count = ctx.saved_tensors, ctx.count
         weights = operands[count:]
         call = ctx.call._replace(cos=cos, sin=sin, rows=rows).with_weights(weights)
-        if torch.is_grad_enabled():
+        given = [grad for grad in grads if grad is not None]
+        if torch.is_grad_enabled() or not (given and are_plain([*given, cos])):
             return None, None, *_gradients_by_formula(call, ctx, operands, grads)
         results: list[Tensor | None] = [None] * len(operands)
         for index, (x, weight, grad) in enumerate(
