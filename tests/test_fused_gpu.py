@@ -206,7 +206,8 @@ def test_the_tokens_of_a_sequence_may_lie_before_the_batch(lead, scale):
         return
     assert_equal(*both(tuple(xs), spec, stages, seq_dim=seq), ulps=3)
     slots = torch.randperm(40)[: xs[1].shape[:-2].numel()]
-    cache = KVCache(torch.zeros(40, 2, 8), torch.zeros(40, 2, 8), slots.view(lead))
+    by_batch = xs[1].movedim(seq, -3).shape[:-2]
+    cache = KVCache(torch.zeros(40, 2, 8), torch.zeros(40, 2, 8), slots.view(by_batch))
     assert_equal(*both(tuple(xs), spec, Stages(None, cache), seq_dim=seq))
 
 

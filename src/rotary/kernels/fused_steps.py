@@ -128,11 +128,12 @@ def cache_writes(
     fitted: Fit,
 ) -> list[Write]:
     """Return what a call writes to its cache, k before v; ValueError if it does not fit."""
-    check_slot_shape(tuple(slots.shape), fitted.tokens)
+    check_slot_shape(tuple(slots.shape), fitted.by_batch)
     keys = per_token(library, k, fitted)
     if isinstance(cache, LatentCache):
         assert v is not None  # `fit` has checked it
-        latent = v.reshape(math.prod(fitted.tokens), -1)
+        by_batch = library.xp.moveaxis(v, fitted.place, -2)
+        latent = by_batch.reshape(math.prod(fitted.tokens), -1)
         work = dtype_name(latent.dtype)
         parts = (latent, library.convert(keys[:, 0], work))
         row = library.xp.concatenate(parts, axis=-1)
@@ -173,10 +174,10 @@ def finished(
 
 
 def per_token(library: Library, x: Array, fitted: Fit) -> Array:
-    """Return x as (tokens, heads, head_dim)."""
+    """Return x as (tokens, heads, head_dim), the tokens of a sequence together."""
     if fitted.head_axis is None:
         return x[:, None]
-    moved = library.xp.moveaxis(x, fitted.head_axis, -2)
+    moved = library.xp.moveaxis(x, (fitted.seq_axis, fitted.head_axis), (-3, -2))
     return moved.reshape(math.prod(fitted.tokens), *moved.shape[-2:])
 
 

@@ -63,8 +63,10 @@ class KVCache:
               strides: pass `cache.transpose(1, 2)` for blocks that have the heads first. Their
               dtype is what is stored: a float type, float8_e4m3fn, float8_e5m2 or int8. v is None
               where only keys are written. With JAX, `rotary.fused` returns new caches
-    slots     whole numbers, one per token, (batch, seq) or flat: slot s is token s % block_size of
-              block s // block_size. A negative one skips the token. No slot may be given twice
+    slots     whole numbers, one per token: (batch, seq) for every `seq_dim`, or these flat. (With
+              seq_dim=0, (seq, batch) is refused, but where both are equal nobody can tell.) Slot s
+              is token s % block_size of block s // block_size. A negative one skips the token. No
+              slot may be given twice
     k_scale, v_scale   k / k_scale is stored. A number, or (heads,) numbers; or an array of the
               shape of the cache without its last axis. Into such an array the call writes a scale
               for each token and head: its largest channel over the largest number of the dtype
@@ -213,7 +215,8 @@ class Fit(NamedTuple):
 
     geometries  of q and k
     seq_axis    of the tokens of q and k;  head_axis  of their heads, None where there are none
-    tokens      the shape of the tokens: (batch, seq) or (seq,);  place  the index of seq in it
+    tokens      their axes in the order of q: (batch, seq), (seq, batch) or (seq,);  place  the
+                index of seq in it;  by_batch  the same with seq last, as slots have them
     """
 
     geometries: tuple[Geometry, ...]
@@ -224,6 +227,11 @@ class Fit(NamedTuple):
     @property
     def place(self) -> int:
         return self.seq_axis - (self.head_axis is not None and self.head_axis < self.seq_axis)
+
+    @property
+    def by_batch(self) -> Shape:
+        before, (seq, *after) = self.tokens[: self.place], self.tokens[self.place :]
+        return (*before, *after, seq)
 
 
 def fit(
@@ -347,7 +355,7 @@ def check_slots(low: int, high: int, cache: Shape, block: int | None) -> None:
 
 
 def check_slot_shape(slots: Shape, tokens: Shape) -> None:
-    """Refuse slots that are not one per token.
+    """Refuse slots that are not one per token; `tokens` as in `Fit.by_batch`.
 
     >>> check_slot_shape((10,), (2, 5))
     """

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import Numbers
 from ..memory import Block
 from ..stages import (
@@ -122,8 +124,9 @@ def pieces_of(
         return pieces
     _, k, v = xs
     slots = cache.slots
-    check_slot_shape(tuple(slots.shape), call.fitted.tokens)
-    numbers = call.access.numbers(slots)
+    check_slot_shape(tuple(slots.shape), call.fitted.by_batch)
+    numbers = call.access.numbers(slots).reshape(call.fitted.by_batch)
+    numbers = np.ascontiguousarray(np.moveaxis(numbers, -1, call.fitted.place))
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (-1, -1)
     assert k is not None
     for index, (name, x, target, row) in enumerate(_targets(call, k, v, cache)):
@@ -132,7 +135,7 @@ def pieces_of(
         check_slots(low, high, shape, block)
         if target.dtype != x.dtype:
             return None
-        pieces.append(piece_of(call, index + 1, x, target, (slots, block)))
+        pieces.append(piece_of(call, index + 1, x, target, (numbers, block)))
     return pieces
 
 
@@ -164,11 +167,12 @@ def _run(call: Call, prepared: list[PreparedPiece] | None) -> bool:
 
 
 def piece_of(
-    call: Call, index: int, x: Array, out: Array, to: tuple[Array, int | None] | None = None
+    call: Call, index: int, x: Array, out: Array, to: tuple[Numbers, int | None] | None = None
 ) -> PreparedPiece:
     """Return the piece that writes x, array `index` of (q, k, v), to `out`.
 
-    With `to`, `out` is a cache, and `to` its slots and block size (None without blocks).
+    With `to`, `out` is a cache, and `to` the slots of the tokens of x in order, and the block size
+    (None without blocks).
     """
     (form, address, *_), fitted = call.access, call.fitted
     weight, name = call.weight(index), "qkv"[index]
@@ -187,5 +191,7 @@ def piece_of(
         slot_form = jobs.Slots(form(out).strides[:2], block)
     is_in_place = address(x) == address(out)
     piece = jobs.Piece(form(x), form(out), geometry, head_axis, gains, slot_form, is_in_place)
-    addresses = [0 if each is None else address(each) for each in (x, out, weight, slots)]
-    return piece, jobs.Memory(*addresses), (weight, slots)
+    of_weight = 0 if weight is None else address(weight)
+    of_slots = 0 if slots is None else slots.ctypes.data
+    memory = jobs.Memory(address(x), address(out), of_weight, of_slots)
+    return piece, memory, (weight, slots)

@@ -281,14 +281,14 @@ def _slots(
     if not memories:
         raise ValueError("the cache has neither k nor v: pass KVCache(k, v, slots)")
     slots = slots_of(cache.slots, memories[0])
-    check_slot_shape(tuple(slots.shape), fitted.tokens)
+    check_slot_shape(tuple(slots.shape), fitted.by_batch)
     flat = 2 if isinstance(cache, LatentCache) else 3
     blocks = {1 if memory.ndim == flat else memory.shape[1] for memory in memories}
     counts = [math.prod(memory.shape[: memory.ndim - flat + 1]) for memory in memories]
     if len({*counts}) > 1:
         raise ValueError(f"k and v of the cache must have as many slots: got {counts}")
-    slots = slots.reshape(fitted.tokens).movedim(fitted.place, -1)
-    return slots.reshape(-1, slots.shape[-1]), blocks.pop() if len(blocks) == 1 else None, counts[0]
+    slots = slots.reshape(-1, fitted.by_batch[-1])
+    return slots, blocks.pop() if len(blocks) == 1 else None, counts[0]
 
 
 def _launch(
