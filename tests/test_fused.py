@@ -515,6 +515,23 @@ REFUSED = {
         lambda f: Norm(None, None, np.array(1e-6)), TypeError, "eps must be a number, as 1e-6, got"
     ),
     "scales": (lambda f: f(dtype="int8", scale=(1.0, 2.0)), ValueError, "for q, k and v"),
+    "a scale of k beside a cache": (
+        lambda f: f(scale=(1.0, 0.5, 1.0), cache=KVCache(CACHE, None, SLOTS)),
+        ValueError, "scale= has a scale for k, which is written to the cache: give that to the",
+    ),
+    "scales of v beside a cache": (
+        lambda f: f(v=KEY, scale=(1.0, 1, np.ones(2)), cache=KVCache(CACHE, CACHE + 1, SLOTS)),
+        ValueError, "scale= has a scale for v, which is written to the cache: give that to the",
+    ),
+    "whole scales": (
+        lambda f: f(cache=KVCache(CACHE.astype(np.int8), None, SLOTS, np.zeros((16, 2), np.int8))),
+        TypeError, "k_scale is written, so it must be float32 or float64, got int8",
+    ),
+    "short scales": (
+        lambda f: f(v=KEY, cache=KVCache(*np.zeros((2, 16, 2, DIM), np.int8), SLOTS, 1.0,
+                                         np.zeros((16, 2), np.float16))),
+        TypeError, "v_scale is written, so it must be float32 or float64, got float16",
+    ),
     "token scales of floats": (lambda f: f(scale="token"), ValueError, "for int8 and float8"),
     "another word": (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),
     "slots": (lambda f: f(cache=KVCache(CACHE, None, [1, 2])), ValueError, "one per token"),

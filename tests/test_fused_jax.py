@@ -365,6 +365,14 @@ REFUSED = {
     "cache": (lambda f: f(cache=KVCache(CACHE[:, :1], None, PLACES)), ValueError, "cache of k"),
     "no v": (lambda f: f(v=KEY, cache=KVCache(CACHE, None, PLACES)), ValueError, "cache has no v"),
     "a word": (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),
+    "a scale of k": (
+        lambda f: f(scale=(1.0, 0.5, 1.0), cache=KVCache(CACHE, None, PLACES)), ValueError,
+        "scale= has a scale for k, which is written to the cache",
+    ),
+    "whole scales": (
+        lambda f: f(cache=KVCache(CACHE.astype(jnp.int8), None, PLACES, jnp.zeros((16, 2), int))),
+        TypeError, "k_scale is written, so it must be float32 or float64, got int32",
+    ),
     "integers": (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),
     "float64": (
         lambda f: fused(Q, np.ones(KEY.shape), None, SPECS["half"]), TypeError, "one dtype"

@@ -293,6 +293,14 @@ def test_a_whole_number_for_a_scale_is_the_number(stub):
     assert len(stub.launches) == 3
 
 
+def test_scales_of_tokens_are_not_rounded_to_whole_numbers(stub):
+    q, k, v = qkv()
+    for wrong in (FOR_TOKENS.char(), FOR_TOKENS.half()):
+        with pytest.raises(TypeError, match="k_scale is written, so it must be float32 or float64"):
+            call(q, k, v, cache=KVCache(*BYTES, SLOTS, *wrong))
+    assert not stub.launches
+
+
 def test_the_word_token_is_no_scale_of_a_cache(stub):
     q, k, v = qkv()
     with pytest.raises(ValueError, match="k_scale is 'token': for a scale of each token and head"):

@@ -388,6 +388,12 @@ REFUSED = {
         lambda f: f(v=FLAT[0], dtype="float32", out=tuple(FLAT[:3])), ValueError, "out overlaps"
     ),
     "no scale": (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None"),
+    "a scale of k": (lambda f: f(scale=(1.0, 0.5, 1.0), cache=KVCache(CACHE, None, range(5))),
+                     ValueError, "scale= has a scale for k, which is written to the cache"),
+    "whole scales": (lambda f: f(cache=KVCache(BITS, None, range(5), BITS[..., 0].clone())),
+                     TypeError, "k_scale is written, so it must be float32 or float64, got int8"),
+    "short scales": (lambda f: f(cache=KVCache(BITS, None, range(5), torch.zeros(8, 2).bfloat16())),
+                     TypeError, "so it must be float32 or float64, got bfloat16"),
     "no k_scale": (lambda f: f(cache=KVCache(BITS, None, range(5), None)),
                    TypeError, "k_scale is None"),
     "a scale of 0": (lambda f: f(dtype="int8", scale=torch.zeros(2).bfloat16()),

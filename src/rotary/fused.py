@@ -57,7 +57,8 @@ def fused(
     scale      divides the results before they are rounded: a number, one for each head, or
                "token", which computes one for each token and head (largest channel / largest
                number of the dtype) and returns a tuple (values, scales) for each array. A tuple of
-               three scales is for q, k and v
+               three scales is for q, k and v. With a cache only q is scaled by it: those of what is
+               written are in the cache
     seq_dim    axis of the tokens, as in `rotary.rotate`
     precision  as in `rotary.cos_sin`, like `allow_negative`; `tables` have both in them
     out        arrays for the results that are returned, in the order q, k, v; `out=(q, k)` works in
@@ -136,13 +137,33 @@ def fused(
             at = kernel.as_positions(positions, q)
             cos, sin = cos_sin(spec, at, precision, allow_negative=allow_negative)
         options = options_of(spec, seq_dim=seq_dim)
-    scales = scale if isinstance(scale, tuple) else (scale,) * 3
-    if len(scales) != 3:
-        raise ValueError(f"a tuple of scales must have three, for q, k and v; got {len(scales)}")
-    stages = Stages(norm, cache, None if dtype is None else dtype_name(dtype), scales)
+    kind = None if dtype is None else dtype_name(dtype)
+    stages = Stages(norm, cache, kind, _scales_of(scale, cache is not None))
     outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
     if outs is not None and any(each is None for each in outs):
         raise TypeError(
             "out holds None: leave out what is not returned, as in out=(q, k) for v=None"
         )
     return run(q, k, v, cos, sin, rows, options, stages, outs)
+
+
+def _scales_of(scale: Scale, has_cache: bool) -> tuple[Scale, Scale, Scale]:
+    """Return the scales of q, k and v; ValueError for one of k or v that go to a cache.
+
+    >>> _scales_of(0.5, False), _scales_of(0.5, True)
+    ((0.5, 0.5, 0.5), (0.5, 1.0, 1.0))
+    """
+    if not isinstance(scale, tuple):
+        return (scale, 1.0, 1.0) if has_cache else (scale, scale, scale)
+    if len(scale) != 3:
+        raise ValueError(f"a tuple of scales must have three, for q, k and v; got {len(scale)}")
+    of_q, *others = scale
+    if not has_cache:
+        return scale
+    for name, other in zip("kv", others, strict=True):
+        if not (other is None or (isinstance(other, (int, float)) and other == 1)):
+            raise ValueError(
+                f"scale= has a scale for {name}, which is written to the cache: give that to the "
+                "cache, KVCache(k, v, slots, k_scale, v_scale) or LatentCache(rows, slots, scale)"
+            )
+    return of_q, 1.0, 1.0

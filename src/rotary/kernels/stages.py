@@ -67,8 +67,8 @@ class KVCache:
               seq_dim=0, (seq, batch) is refused, but where both are equal nobody can tell.) Slot s
               is token s % block_size of block s // block_size. A negative one skips the token. No
               slot may be given twice
-    k_scale, v_scale   k / k_scale is stored. A number, or (heads,) numbers; or an array of the
-              shape of the cache without its last axis. Into such an array the call writes a scale
+    k_scale, v_scale   k / k_scale is stored. A number, or (heads,) numbers; or a float32 or float64
+              array of the shape of the cache without its last axis. Into it the call writes a scale
               for each token and head: its largest channel over the largest number of the dtype
 
     >>> import numpy as np
@@ -148,13 +148,12 @@ def check_arrays(
     """
     norm, cache = stages.norm, stages.cache
     weights = () if norm is None else (norm.q, norm.k, norm.v)
-    caches = [array for _, array, _ in _cache_arrays(cache)]
+    caches = [array for _, array, _ in _cache_arrays(cache) if array is not None]
     groups = {"norm weights": weights, "caches": caches, "out": out or ()}
     for name, arrays in groups.items():
         _check_library(name, arrays, library, takes)
-    written = written_to(cache)
-    _check_library("scales to be written", written, library, takes)
-    for array in written:
+    _check_library("scales to be written", written_to(cache), library, takes)
+    for array in caches:
         dtype_name(array.dtype)
 
 
@@ -173,17 +172,20 @@ def _kind_of(value: object) -> str:
 def check_scales(
     stages: Stages, xs: Sequence[object], numbers: Callable[[object], Operand | None]
 ) -> None:
-    """Refuse scales that are None and, where they can be read, scales that are 0, inf or NaN.
+    """Refuse scales that are None, 0, inf or NaN, and arrays for scales that cannot hold them.
 
     numbers   returns the values of an array; None if they are on a device or not known yet
 
     >>> check_scales(Stages(scales=(0.5, None, None)), ("q", None, None), lambda array: None)
     """
-    of_cache = [
-        (name, scale)
-        for name, array, scale in _cache_arrays(stages.cache)
-        if array is not None and not is_written(scale, array)
-    ]
+    of_cache = []
+    for name, array, scale in _cache_arrays(stages.cache):
+        if array is not None and is_written(scale, array):
+            kind = str(scale.dtype).removeprefix("torch.")
+            if kind not in ("float32", "float64"):
+                raise TypeError(f"{name} is written, so it must be float32 or float64, got {kind}")
+        elif array is not None:
+            of_cache.append((name, scale))
     for name, scale in of_cache:
         if isinstance(scale, str):
             raise ValueError(
@@ -193,7 +195,7 @@ def check_scales(
     used = [
         (f"scale of {name}", scale)
         for name, x, scale in zip("qkv", xs, stages.scales, strict=True)
-        if x is not None and (name == "q" or stages.cache is None)
+        if x is not None
     ]
     for name, scale in used + of_cache:
         if scale is None:
