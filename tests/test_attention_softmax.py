@@ -419,6 +419,42 @@ def test_rotary_values_are_the_same_at_any_offset(library, dtype, out_layout):
     )
 
 
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "short_mscale": 1.0,
+            "long_mscale": 1.5, "original_max_position_embeddings": 4}  # fmt: skip
+SCALED = {
+    "partial": Rotary(head_dim=8, rotary_dim=4, start=2, schedule="yarn", params=YARN),
+    "by length": Rotary(head_dim=8, schedule="longrope", params=LONGROPE, out_layout="interleaved"),
+    "backwards": Rotary(head_dim=8, schedule="yarn", params=YARN, sign=-1),
+}
+
+
+@LIBRARIES
+@pytest.mark.parametrize("name", SCALED)
+def test_a_token_that_sees_itself_gets_its_own_value(library, name):
+    """The square of one attention factor was taken out, of all channels, rotated or not."""
+    v, spec = library(draw(2, 3, 6, 8, dtype=np.float32)), SCALED[name]
+    far = np.broadcast_to(100 * np.eye(6, dtype=np.float32), (2, 3, 6, 6))  # apart from others
+    q = k = library(far.copy())
+    rows = np.stack([np.arange(6), np.arange(6) % 4])  # of length 6 and 4: long and short factors
+    given = library(rows)
+    for where in (
+        {},
+        {"q_positions": given, "k_positions": given},
+        {"q_positions": given + 0.5, "k_positions": given + 0.5},
+        {"k_positions": given},
+    ):
+        ours = np.asarray(vo_rope_attention(q, k, v, spec, **where))
+        same = slice(None) if len(where) != 1 else slice(4)  # tokens at one position as q and as k
+        wanted = np.asarray(v)[..., same, :]
+        np.testing.assert_allclose(ours[..., same, :], wanted, rtol=0, atol=2e-6)
+
+
+def test_rotary_values_keep_their_type():
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    q, k, v = (x.astype(bfloat16) for x in qkv(1, 2, 4, 8))
+    assert vo_rope_attention(q, k, v, SCALED["partial"]).dtype == bfloat16
+
+
 def test_gradients_reach_rotary_values():
     arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(1, 2, 4, 4)]
     spec = Rotary(head_dim=4)

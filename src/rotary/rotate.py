@@ -88,7 +88,7 @@ def rotate(
     conjugate  rotate by -angle and keep the attention factor: the transpose, which the gradient
                needs. With a spec it takes pairs in the spec's out_layout and returns them in its
                layout; without a spec, `layout` and `out_layout` are used as given. To undo a
-               rotation, divide the result by the square of the attention factor.
+               rotation, divide the rotated channels by the square of the attention factor.
     out        where to write: arrays of the shape of x; `out=x` rotates in place
     Returns new arrays (or `out`) of the dtype of x, computed in float32 (float64 for a float64 x)
     and rounded once.

@@ -10,8 +10,9 @@ and run with `distance_attention` and `rerope`.
 
 import math
 
-from ..angles import inv_freq
-from ..rotate import apply
+from ..angles import moved_cos_sin
+from ..kernels import is_per_row, kernel_of
+from ..rotate import apply, check_one_axis, check_tokens, options_of, rotate
 from ..spec import Rotary, check_spec, check_whole, unwrapped
 from .arrays import (
     Array,
@@ -143,14 +144,7 @@ def vo_rope_attention(
     """
     check_spec(value_spec, "value_spec")
     seq_len = row_length(value_spec, k, k_positions)
-    rotated = apply(
-        value_spec,
-        v,
-        positions=k_positions,
-        seq_dim=-2,
-        seq_len=seq_len,
-        allow_negative=allow_negative,
-    )
+    rotated = _turned(value_spec, v, k_positions, seq_len, allow_negative)
     attended = softmax_attention(
         q,
         k,
@@ -161,16 +155,27 @@ def vo_rope_attention(
         causal=causal,
         allow_negative=allow_negative,
     )
-    output = apply(
-        value_spec,
-        attended,
-        positions=q_positions,
-        seq_dim=-2,
-        seq_len=seq_len,
-        allow_negative=allow_negative,
-        conjugate=True,
-    )
-    return output / float(inv_freq(value_spec)[1]) ** 2
+    return _turned(value_spec, attended, q_positions, seq_len, allow_negative, conjugate=True)
+
+
+def _turned(
+    spec: Rotary,
+    x: Array,
+    positions: object,
+    seq_len: object,
+    allow_negative: bool,
+    conjugate: bool = False,
+) -> Array:
+    """Rotate x as `apply` does, but without the attention factor: as a move from position 0."""
+    where = positions_of(positions, x)
+    if positions is None:
+        check_one_axis(spec)
+        where = kernel_of(x).repeat_rows(where, len(seq_len)) if is_per_row(seq_len) else where
+    options = options_of(spec, seq_dim=-2)
+    check_tokens(spec, tuple(where.shape), (tuple(x.shape),), options, is_part=False)
+    first = namespace(where).zeros_like(where)
+    cos, sin = moved_cos_sin(spec, spec, first, where, x, seq_len, seq_len, allow_negative)
+    return rotate(x, cos, sin, spec, seq_dim=-2, conjugate=conjugate)
 
 
 def scale_by_log_n(q: Array, counts: object, trained_length: int) -> Array:
