@@ -180,6 +180,17 @@ def test_24_out_that_overlaps_the_tables(lib):
                 untouched=[memory])  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (2, 3, 0, 8), (0, 3, 5, 8)], ids=str)
+def test_nothing_is_written_in_place(lib, shape):
+    """Arrays without elements have none that share memory, whatever their strides are."""
+    x = lib.x(*shape)
+    assert rotary.apply(SPEC, x, out=x) is x
+    positions = lib.array(np.arange(shape[-2]))
+    assert rotary.apply(SPEC, x, positions=positions, out=x) is x
+    zeros = {"from_positions": positions, "to_positions": positions}
+    assert rotary.rerotate(x, SPEC, **zeros, out=x) is x
+
+
 def test_24_parts_of_one_buffer_that_share_nothing_are_accepted(lib):
     """Interleaved in memory: q and k of one packed projection, odd and even rows."""
     cos, sin = lib.tables(5, 4)
