@@ -180,6 +180,28 @@ def test_24_out_that_overlaps_the_tables(lib):
                 untouched=[memory])  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", ">i8", ">u4", "int8", "float32"])
+def test_positions_of_any_type_beside_out(dtype):
+    x, positions = LIBRARIES[0].x(3, 8), np.arange(3).astype(dtype)
+    want = rotary.apply(SPEC, x, positions=positions)
+    same(rotary.apply(SPEC, x, positions=positions, out=x), want)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "bool", "complex64", "float16"])
+def test_types_that_are_refused_with_out_as_without(lib, dtype):
+    """They were a KeyError of the comparison of memory."""
+    wide = lib.array(np.arange(3))
+    numbers = wide.to(getattr(torch, dtype)) if lib.name == "torch" else wide.astype(dtype)
+    x = lib.x(3, 8)
+    if lib.name == "torch" or dtype != "uint32":
+        message = f"positions must be whole numbers, or float64 if fractional, got .*{dtype}"
+        refused(TypeError, message, rotary.apply, SPEC, x, positions=numbers, out=x, untouched=[x])
+    if dtype != "float16":
+        cast = lib.cast(x, dtype)
+        refused(TypeError, f"x must be one of .* got .*{dtype}", rotary.apply, SPEC, cast,
+                positions=wide, out=cast)  # fmt: skip
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (2, 3, 0, 8), (0, 3, 5, 8)], ids=str)
 def test_nothing_is_written_in_place(lib, shape):
     """Arrays without elements have none that share memory, whatever their strides are."""

@@ -9,12 +9,13 @@ import numpy.typing as npt
 
 SIZES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
 }  # fmt: skip
 
 
 class Block(NamedTuple):
-    """The form of a strided block: strides in bytes, `dtype` a key of SIZES."""
+    """The form of a strided block: strides in bytes, `dtype` a key of SIZES for a kernel."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -57,14 +58,17 @@ def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Blo
     """Refuse outputs that share memory with themselves, each other, or any input but their own.
 
     Each block comes with its address. An output may be its own input, in place, if the address and
-    the strides are equal.
+    the strides are equal. Blocks of another dtype than SIZES has are skipped: no kernel reads or
+    writes them, they are converted first or refused for their dtype.
     """
     for index, out in enumerate(outs):
+        if out[1].dtype not in SIZES:
+            continue
         if not is_injective(out[1]):
             raise ValueError("out has elements that share memory, as an expanded array has")
         others = [x for other, x in enumerate(xs) if other != index or x != out]
         for other in (*others, *outs[:index]):
-            if _share_bytes(out, other):
+            if other[1].dtype in SIZES and _share_bytes(out, other):
                 raise ValueError(
                     "out overlaps an input or another output; it may only be its own input"
                 )
