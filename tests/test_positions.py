@@ -69,6 +69,8 @@ def test_positions_end_with_the_last_of_int64():
     for call in (
         lambda: positions.draft([-1, 0], 2**63 - 1),
         lambda: positions.mrope([("text", 2)], offset=2**63 - 1),
+        lambda: positions.tie([("text", 2)], offset=2**63 - 1),
+        lambda: positions.tie([("image", 2, 1)], "unit", offset=2**63 - 1),
     ):
         with pytest.raises(ValueError, match="the last position must fit in int64"):
             call()

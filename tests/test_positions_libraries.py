@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import enable_x64
 
 import rotary
 from rotary import Rotary, positions
@@ -230,10 +231,40 @@ def test_jax_without_x64_refuses_what_it_would_wrap():
         lambda: positions.arange(2, 2**40, like=like),
         lambda: positions.arange(2, [2**40], like=like),
         lambda: positions.arange(8, 2**31 - 4, like=like),
+        lambda: positions.tie([("text", 2)], offset=2**40, like=like),
+        lambda: positions.tie([("text", 2)], offset=2**31 - 1, like=like),
+        lambda: positions.mrope([("video", 3, 1, 1, 2.0**30)], like=like),
     ):
         with pytest.raises(ValueError, match=r"2\^31 - 1"):
             call()
     assert positions.arange(2, 2**40).tolist() == [2**40, 2**40 + 1]
+
+
+@pytest.mark.parametrize("name", {**OF_SIZES, **OF_ARRAYS})
+def test_jax_with_x64_has_positions_of_64_bits(name):
+    jax = pytest.importorskip("jax")
+    with enable_x64(True):
+        if name in OF_SIZES:
+            found = OF_SIZES[name](jax.numpy.zeros(1))
+        else:
+            build, numbers = OF_ARRAYS[name]
+            found = build(*(jax.numpy.asarray(each, np.int32) for each in numbers))
+        assert found.dtype.itemsize == 8
+
+
+@pytest.mark.parametrize("name", ["torch", "jax.numpy"])
+def test_large_positions_are_those_of_numpy(name):
+    """On JAX they wrapped, of 64 bits or not."""
+    like = pytest.importorskip(name).ones(1)
+    far, clip = 2**40, [("video", 3, 1, 2, 2.0**30), ("text", 1)]
+    with enable_x64(True):
+        for build in (
+            lambda **how: positions.tie(TIED, offset=far, **how),
+            lambda **how: positions.tie(TIED, "equal", offset=far, **how),
+            lambda **how: positions.mrope(clip, **how),
+            lambda **how: positions.mrope(clip, offset=far, **how),
+        ):
+            np.testing.assert_array_equal(build(like=like), build())
 
 
 # --- draft trees ---

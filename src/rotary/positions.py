@@ -534,7 +534,8 @@ def tie(
         raise ValueError(
             f"spacing must be one of {', '.join(get_args(TieSpacing))}, got {brief(spacing)}"
         )
-    place, following, after_image = Place(like), _whole_number("offset", offset), False
+    place, following, after_image = Place(like), 0, False
+    start = place.whole("offset", _whole_number("offset", offset))
     one = 1 if spacing == "whole" else place.converted(np.ones(1))
     parts = [grid(0, 0, like=place.like) * one]
     for segment in segments:
@@ -561,7 +562,8 @@ def tie(
         ]
         parts.append(place.xp.stack(columns, -1))
         following, after_image = following + count, True
-    return place.xp.concatenate(parts)
+    _check_last(place, start, following)
+    return place.xp.concatenate(parts) + start
 
 
 def _tie_image(

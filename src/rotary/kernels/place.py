@@ -18,8 +18,10 @@ class Place:
         self.xp = self.kernel.namespace
 
     def arange(self, count: int) -> Numbers:
-        """Return 0 .. count - 1."""
-        return self.kernel.arange(self.like, count)
+        """Return 0 .. count - 1 in the type of positions: int64, in JAX without x64 int32."""
+        numbers = self.kernel.arange(self.like, count)
+        is_jax = self.xp.__name__ == "jax.numpy"  # its kernel makes int32
+        return numbers.astype(self.xp.asarray(0).dtype) if is_jax else numbers
 
     def in_memory(self, array: Numbers) -> Numbers | None:
         """Return the numbers on the host; None if they are traced or on a GPU."""
