@@ -180,6 +180,18 @@ def test_the_rank_of_a_shard_may_be_traced(order, bounds):
     np.testing.assert_array_equal(found, [held(0), held(1)])
 
 
+@pytest.mark.parametrize("order", ["contiguous", "head_tail", "striped"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_a_traced_rank_of_any_type_has_its_own_tokens(order, dtype):
+    """Its product with the length of a part wrapped, and gave tokens of another rank."""
+    jax = pytest.importorskip("jax")
+    held = jax.jit(lambda rank: positions.shard(2**18, rank, 4, order))
+    found = held(jax.numpy.asarray(3, dtype))
+    np.testing.assert_array_equal(found, positions.shard(2**18, 3, 4, order))
+    with pytest.raises(ValueError, match="rank must hold whole numbers, got dtype float32"):
+        held(jax.numpy.asarray(3.0))
+
+
 def test_a_program_of_torch_export_leaves_the_length_open():
     """Its symbols, without strict=True, were taken for arrays of objects."""
     torch = pytest.importorskip("torch")

@@ -214,7 +214,7 @@ def shard(
 ) -> Array: ...
 def shard(
     seq_len: int,
-    rank: int | Array,
+    rank: Any,
     world: int,
     order: Order = "contiguous",
     *,
@@ -252,12 +252,15 @@ def shard(
     seq_len, world = _whole_number("seq_len", seq_len), _whole_number("world", world)
     if seq_len < 0:
         raise ValueError(f"seq_len must be >= 0, got {seq_len}")
-    if not is_traced(rank):
+    place = Place(cu_seqlens, like, rank)
+    if is_traced(rank):
+        rank = place.whole("rank", rank)  # products of 8 bits would wrap
+    else:
         rank = _whole_number("rank", rank)
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0 .. world - 1, got rank {rank} of world {world}")
     parts = 2 * world if order == "head_tail" else world
-    place, lengths = Place(cu_seqlens, like, rank), [seq_len]
+    lengths = [seq_len]
     bounds = place.arange(2) * seq_len
     if cu_seqlens is not None:
         bounds = place.whole("cu_seqlens", cu_seqlens)
