@@ -252,6 +252,26 @@ def test_jax_without_x64_refuses_what_it_would_wrap():
     assert positions.arange(2, 2**40).tolist() == [2**40, 2**40 + 1]
 
 
+def test_a_video_is_traced_as_one_whatever_its_frames():
+    """With an operation for each frame 384 of them took 20 s to compile."""
+    jax, torch = pytest.importorskip("jax"), pytest.importorskip("torch")
+    counts = {"jax": [], "torch": []}
+
+    def count(graph, _):
+        counts["torch"].append(len(graph.graph.nodes))
+        return graph
+
+    for frames in (3, 30):
+
+        def build(offset, frames=frames):
+            return positions.mrope([("video", frames, 1, 2, 1.5)], offset=offset)
+
+        counts["jax"].append(len(jax.make_jaxpr(build)(jax.numpy.array(5)).eqns))
+        torch.compile(build, backend=count, fullgraph=True, dynamic=False)(torch.tensor(5))
+    assert counts["jax"][0] == counts["jax"][1]
+    assert counts["torch"][0] == counts["torch"][1]
+
+
 @pytest.mark.parametrize("name", {**OF_SIZES, **OF_ARRAYS})
 def test_jax_with_x64_has_positions_of_64_bits(name):
     jax = pytest.importorskip("jax")

@@ -457,9 +457,8 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
             times = [int(_float32(at * _float32(step))) for at in range(sizes[0])]
             sizes[0] = times[-1] + 1 if times else 0
             place.check_size("the time of the last frame", sizes[0])
-            frame, is_time = grid(1, *sizes[1:], like=place.like), place.arange(3) < 1
-            frames = [frame + is_time * time for time in times]
-            part = place.xp.concatenate([part[:0], *frames])
+            rows = place.converted(np.array(times, np.int64))[part[:, 0]]
+            part = place.xp.where(place.arange(3) < 1, rows[:, None], part)
         parts.append(part + start)
         start += max(sizes) if min(sizes) > 0 else 0
     _check_last(place, first, start)
