@@ -78,6 +78,7 @@ FAMILIES = {
     "gpt_oss": (dict(head_dim=16, sliding_window=4, **MOE), HALF),
     "gptj": (GPTJ, INTERLEAVED),
     "granite": ({}, HALF),
+    "granite_swa": ({"layer_rope_theta": [1e4, 5e5]}, HALF),  # tables for each layer, in a list
     "helium": ({"head_dim": 16}, INTERLEAVED),
     "llama": ({}, HALF),
     "llama4_text": (dict(head_dim=16, **MOE, intermediate_size_mlp=64), INTERLEAVED),

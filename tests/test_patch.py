@@ -337,6 +337,107 @@ def test_of_two_rotary_embeddings_in_one_place_all_are_exact_or_none(kind):
                 assert abs(float(cos[0, 0, pair]) - math.cos(angle)) < 2e-7
 
 
+def with_another_in_attention(**changes):
+    """As in transformers before 4.48: attention has a rotary embedding that is not used."""
+    model = new_model()
+    for layer in model.model.layers:
+        other = modeling_llama.LlamaRotaryEmbedding(model.config)
+        layer.self_attn.rotary_emb = other
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return model
+
+
+EVERY = [f"model.layers.{n}.self_attn.rotary_emb" for n in (0, 1)] + ["model.rotary_emb"]
+
+
+@torch.no_grad()
+def moved(model):
+    """How much logits change with all positions, which are far enough for float32 angles."""
+    far, near = (model(tokens(), position_ids=torch.arange(12)[None] + start).logits
+                 for start in (1_000_003, 0))  # fmt: skip
+    return distance(far, near)
+
+
+def test_tables_of_the_model_are_exact_if_attention_has_unused_ones():
+    model = with_another_in_attention()
+    assert moved(model) > 1e-3
+    with patch(model, exact=True) as patched:
+        assert patched.patched[2:] == [(name, "exact tables") for name in EVERY]
+        assert moved(model) < 1e-5
+
+
+def test_tables_that_may_be_read_together_are_exact_together():
+    """Layer 1 has two, of which one is not known; layer 0 may read the other."""
+    model = with_another_in_attention(rope_type="dynamic")
+    own = moved(model)
+    with patch(model, exact=True) as patched:
+        assert [name for name, _ in patched.skipped] == EVERY
+        reasons = [reason for _, reason in patched.skipped]
+        assert "depend on the length" in reasons[1]
+        assert reasons[0] == reasons[2] == (
+            f"keeps its own tables: so does {EVERY[1]}, which the same modules may read"
+        )  # fmt: skip
+        assert moved(model) == pytest.approx(own, rel=0.1)
+
+
+class OldRotaryEmbedding(nn.Module):
+    """As in older code: `patch` does not know how to call it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [inner]
+
+    def forward(self, x, *, places):
+        return self.inner[0](x, places)
+
+
+def test_nothing_is_replaced_where_tables_may_be_of_a_module_that_is_not_known():
+    model = with_another_in_attention()
+    kept = model.model.rotary_emb
+    model.model.rotary_emb = OldRotaryEmbedding(kept)
+    with patch(model, exact=True) as patched:
+        assert patched.patched == []
+        assert {reason for _, reason in patched.skipped} == {
+            "apply_rotary_pos_emb gets its tables from a module that rotary does not know"
+        }
+
+
+def test_what_makes_and_reads_its_own_tables_hides_no_others():
+    """Music Flamingo rotates its audio by such a module; its text has a rotary embedding."""
+
+    class Audio(nn.Module):
+        def __init__(self, text):
+            super().__init__()
+            self.text, self.rotary = text, OldRotaryEmbedding(None)
+
+        def forward(self, x, cos, sin):
+            return modeling_llama.apply_rotary_pos_emb(x, x, cos, sin)
+
+    text = new_model()
+    with patch(Audio(text), exact=True) as patched:
+        assert [path for path, _ in patched.skipped] == [""]
+        assert ("text.model.rotary_emb", "exact tables") in patched.patched
+        assert moved(text) < 1e-5
+
+
+def test_rotary_embeddings_in_a_module_of_their_own_are_found():
+    model = new_model()
+
+    class Places(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = nn.ModuleDict({"all": inner})
+
+        def forward(self, x, position_ids=None, **more):
+            return self.inner["all"](x, position_ids)
+
+    model.model.rotary_emb = Places(model.model.rotary_emb)
+    with patch(model, exact=True) as patched:
+        assert patched.patched[2:] == [("model.rotary_emb.inner.all", "exact tables")]
+        assert moved(model) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_tables_that_depend_on_the_length_stay_as_they_are(kind, kernel_calls):
     params = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}

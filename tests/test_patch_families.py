@@ -9,6 +9,7 @@ from families import (
     distance,
     last_hidden,
     tiny_model,
+    tokens,
 )
 from transformers import AutoModel
 
@@ -66,6 +67,23 @@ def test_exact_tables_differ_little_at_small_positions_and_keep_differences_at_f
         assert (torch.stack(near) - torch.stack((start, one, forty))).abs().max() < 6e-6
         own_far, own_farther = turned(*maker, (FAR, FAR + 40), family)
         assert (own_farther * own_far.conj() - forty * scale).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_all_positions_move_together_without_a_change(case, one_thread):
+    """So the tables that layers read are those made exact; queries here have no factor of place."""
+    family, model, _ = case
+    if family in TABLES_OF_THEIR_OWN:
+        pytest.skip("it has rows for few positions")
+
+    def at(start):
+        positions = torch.arange(start, start + 12).expand(3 if family in MROPES else 1, 12)
+        ids = positions[:, None] if family in MROPES else positions
+        return model(tokens(1), position_ids=ids).last_hidden_state
+
+    with patch(model, exact=True):
+        assert distance(at(FAR), at(0)) < 1e-5
+    assert distance(at(FAR), at(0)) > 1e-4
 
 
 def turned(module, kind, positions, family):

@@ -7,8 +7,9 @@ changed. `grids` does the same for modules of images and videos.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from ..configs import from_hf_config
 from ..configs import layer_types as types_in_config
 from ..spec import Rotary
 from .grids import exact_tables, maker_of, tables_of
+from .methods import methods_of, rotations_called
 from .styles import REFUSALS, full_width, half_width, style_of
 
+_NAME = re.compile("R[oO][pP][eE]|[rR]otary")  # in names of classes; but not Europe
 _SEQ = 3
 _FAR = tuple(2**power for power in (9, 12, 15, 18))  # where frequencies may be others
 
@@ -40,6 +43,8 @@ class Source(NamedTuple):
 def embeddings(model: nn.Module) -> dict[str, nn.Module]:
     """Return the rotary embeddings by name: the modules that make tables from positions.
 
+    Some have only the name of one, so that `styles_of` finds none.
+
     >>> embeddings(nn.Linear(2, 2))
     {}
     """
@@ -49,19 +54,66 @@ def embeddings(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if list(inspect.signature(type(module).forward).parameters)[1:] in takes
         or maker_of(module) is not None
+        or _is_named_like_one(module)
     }
 
 
-def nearest(names: Iterable[str], path: str) -> tuple[str, ...]:
-    """Return the rotary embeddings for the module at `path`: those in its closest ancestor.
+def _is_named_like_one(module: nn.Module) -> bool:
+    return (
+        _NAME.search(type(module).__name__) is not None
+        and next(module.parameters(), None) is None
+        and not any([rotates(each) for each in module.modules()])
+    )
 
-    >>> nearest({"model.rotary_emb": 1, "vision.rotary_emb": 2}, "model.layers.0.self_attn")
-    ('model.rotary_emb',)
+
+def rotates(owner: object) -> bool:
+    """Return whether a method of this object calls a function named like a rotation.
+
+    >>> rotates(nn.Linear(2, 2))
+    False
     """
-    homes = {name: name.rpartition(".")[0] for name in names}
-    around = {home for home in homes.values() if not home or f"{path}.".startswith(f"{home}.")}
-    closest = max(around, key=len, default=None)
-    return tuple(name for name, home in homes.items() if home == closest)
+    kind: Any = type(owner)
+    return any([True for _, method, _ in methods_of(kind) for _ in rotations_called(method)])
+
+
+def readable(
+    styles: Mapping[str, set[str]], rotating: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return, for each module that rotates, the rotary embeddings whose tables it may read.
+
+    styles    of the tables of each rotary embedding, by its name; none if they are not known
+    rotating  the paths of the modules that rotate
+
+    No code says which tables a layer gets, and models have rotary embeddings that are not used:
+    Granite SWA next to a list of others, and attention of older transformers. So a module may read
+    the tables of all that are in a module around it, or in a list or another part of such a module
+    in which nothing rotates. Tables of unknown style, made in a module that rotates itself, are
+    for that module alone.
+
+    >>> readable({"model.ropes.0": {"half"}, "vision.rope": {"half"}}, ["model.layers.0.self_attn"])
+    {'model.layers.0.self_attn': ('model.ropes.0', 'vision.rope')}
+    """
+    around = {path: {*_around(path)} for path in rotating}
+    all_around = {""}.union(*around.values())
+    homes = {
+        name: next(home for home in _around(name)[1:] if home in all_around) for name in styles
+    }
+    return {
+        path: tuple([
+            name for name, home in homes.items()
+            if home == path or (home in around[path] and (styles[name] or home not in around))
+        ]) for path in rotating
+    }  # fmt: skip
+
+
+def _around(path: str) -> list[str]:
+    """Return the path of a module and of all around it, the smallest first.
+
+    >>> _around("model.layers.0")
+    ['model.layers.0', 'model.layers', 'model', '']
+    """
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def layer_types(module: nn.Module) -> list[str | None]:

@@ -19,7 +19,7 @@ import itertools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -102,7 +102,8 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
                  the model. The float64 frequencies are those of `rotary.from_hf_config` if it knows
                  the model and agrees with the buffer, else `inv_freq` as it is; the attention
                  factor is kept. Dynamic NTK and LongRoPE keep their own tables. Code that reads the
-                 tables without such a function gets float32.
+                 tables without such a function gets float32. Of several rotary embeddings whose
+                 tables the same layers may read, all are exact or none.
 
                  Image models: Flux and others that take ids, Wan and others that take a video,
                  and DINOv3, which keeps its random positions in training.
@@ -137,13 +138,13 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     if is_patched(model):
         raise ValueError("this model is patched already; call unpatch first")
     with _usual_defaults():
-        callers, skipped = _callers(model)
+        callers, skipped, readable = _callers(model)
         if not callers and not skipped:
             raise ValueError(
                 f"found no rotation to replace in {type(model).__qualname__}: no module calls a "
                 "function that takes cos and sin"
             )
-        forwards = _exact_forwards(model, callers, skipped) if exact else {}
+        forwards = _exact_forwards(model, callers, skipped, readable) if exact else {}
     patched = [(caller.path, str(caller)) for caller in callers]
     patched += [(name, "exact tables") for name in forwards]
     methods = [c.patched(is_exact=not forwards.keys().isdisjoint(c.embeddings)) for c in callers]
@@ -230,8 +231,10 @@ class _Caller(NamedTuple):
         return copy_calling(method, tuple(names.items()))
 
 
-def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
-    """Return the modules that can be patched, and (path, reason) of those that cannot."""
+def _callers(
+    model: nn.Module,
+) -> tuple[list[_Caller], list[tuple[str, str]], dict[str, tuple[str, ...]]]:
+    """Return the modules that can be patched, (path, reason) of others, and `tables.readable`."""
     callers: list[_Caller] = []
     skipped: list[tuple[str, str]] = []
     styles = {}
@@ -240,10 +243,10 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
             raise ValueError(f"{name} is on the meta device and cannot be tried; load the model")
         styles[name] = tables.styles_of(embedding_module)
     layouts = _layouts_by_config(model)
-    for path, module in owners(model):
-        if path in styles:
-            continue
-        embeddings = tables.nearest(styles, path)
+    rotating = {path: o for path, o in owners(model) if path not in styles and tables.rotates(o)}
+    readable = tables.readable(styles, rotating)
+    for path, module in rotating.items():
+        embeddings = readable[path]
         known = all([styles[each] for each in embeddings])
         made = {style for each in embeddings for style in styles[each] if known}
         layout = layouts.get(path)
@@ -277,7 +280,7 @@ def _callers(model: nn.Module) -> tuple[list[_Caller], list[tuple[str, str]]]:
                 norms = _moved_norms(module, method, conventions)
                 call = _Caller(path, module, attribute, method, conventions, embeddings, norms)
                 callers.append(call)
-    return callers, skipped
+    return callers, skipped, readable
 
 
 def _moved_norms(
@@ -344,7 +347,10 @@ def _of_these_tables(
 
 
 def _exact_forwards(
-    model: nn.Module, callers: list[_Caller], skipped: list[tuple[str, str]]
+    model: nn.Module,
+    callers: list[_Caller],
+    skipped: list[tuple[str, str]],
+    readable: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Callable[..., object]]:
     """Return a forward for each rotary embedding that only our rotations read.
 
@@ -352,20 +358,37 @@ def _exact_forwards(
     """
     forwards: dict[str, Callable[..., object]] = {}
     embeddings = tables.embeddings(model)
-    read_by_skipped = {each for path, _ in skipped for each in tables.nearest(embeddings, path)}
-    for names in dict.fromkeys(caller.embeddings for caller in callers):
-        if not names:
-            skipped += [(c.path, "makes its own tables") for c in callers if not c.embeddings]
-            continue
-        try:
-            if not read_by_skipped.isdisjoint(names):
-                raise ValueError("its tables are read by a module that was skipped")
-            made = {}
-            for name in names:
-                module = embeddings[name]
+    read_by_skipped = {each for path, _ in skipped for each in readable[path]}
+    skipped += [(c.path, "makes its own tables") for c in callers if not c.embeddings]
+    for names in _joined(caller.embeddings for caller in callers if caller.embeddings):
+        made, reasons = {}, {}
+        for name, module in embeddings.items():
+            if name not in names:
+                continue
+            try:
+                if name in read_by_skipped:
+                    raise ValueError("its tables are read by a module that was skipped")
                 attribute_of(module, "forward", type(module).forward)
                 made[name] = tables.exact_forward(module, model)
+            except ValueError as error:
+                reasons[name] = str(error)
+        if not reasons:
             forwards |= made
-        except ValueError as error:
-            skipped += [(name, f"keeps its own tables: {error}") for name in names]
+            continue
+        others = f"so does {next(iter(reasons))}, which the same modules may read"
+        skipped += [(name, f"keeps its own tables: {reasons.get(name, others)}")
+                    for name in embeddings if name in names]  # fmt: skip
     return forwards
+
+
+def _joined(groups: Iterable[Collection[str]]) -> list[set[str]]:
+    """Return the names of groups that have a name in common, directly or by another, as one.
+
+    >>> _joined(["ab", "cd", "be"])
+    [{'c', 'd'}, {'a', 'b', 'e'}]
+    """
+    joined: list[set[str]] = []
+    for group in groups:
+        common = [each for each in joined if not each.isdisjoint(group)]
+        joined = [each for each in joined if each not in common] + [{*group}.union(*common)]
+    return joined
