@@ -70,6 +70,28 @@ def test_a_conversion_tells_what_was_moved_and_proved(main, source, tmp_path):
     assert contents(tmp_path / "b").keys() == contents(source).keys() | {MANIFEST}
 
 
+def test_a_conversion_warns_before_it_works_one_line_for_each_thing(main, tmp_path, monkeypatch):
+    name = "model.layers.0.self_attn.first.weight"
+    save_file({**weights(0), name: np.ones((32, 24), np.float32)}, tmp_path / "m.safetensors")
+    (tmp_path / "given.json").write_text(json.dumps(LLAMA))
+    arguments = ("convert", str(tmp_path / "m.safetensors"), str(tmp_path / "b"), *WAY,
+                 "--config", str(tmp_path / "given.json"))  # fmt: skip
+
+    def fails(*_):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rotary.checkpoint.convert.carry_out", fails)
+        failed = main(*arguments)
+    done = main(*arguments)
+    assert (failed.code, done.code) == (1, 0)
+    first, second = done.err.splitlines()
+    assert first.startswith(f"warning: {name} stays as it is")
+    assert second.startswith("warning: transformers will load these weights")
+    assert failed.err.splitlines() == [first, second, "error: the disk is full"]
+    assert main(*arguments[:2], "--dry-run", *arguments[3:]).err == done.err
+
+
 def test_a_conversion_is_one_document_in_a_process_of_its_own(source, tmp_path):
     """Also: the code in the folder, which raises an error if it is imported, is not."""
     done = run("convert", str(source), str(tmp_path / "b"), "--json", "--verify", "full", *WAY,

@@ -90,7 +90,7 @@ def prepare(
 ) -> Conversion:
     """Read a checkpoint and plan. Arguments and errors are those of `convert_checkpoint`.
 
-    `carry_out` checks the target; for a plan alone, any path will do.
+    `check_ready` and `carry_out` check the target; for a plan alone, any path will do.
     """
     if verify not in ("sample", "full"):
         raise ValueError(f"verify must be 'sample' or 'full', got {verify!r}")
@@ -117,8 +117,16 @@ def prepare(
         config_file,
         written_config(config_file, changed, (manifest or {}).get("config")),
         verify,
-        warning="; ".join(filter(None, warnings)),
+        warnings=tuple(filter(None, warnings)),
     )
+
+
+def check_ready(work: Conversion) -> None:
+    """Raise ValueError or OSError if the target is not for this conversion, or has no space."""
+    before = writing.written_before(work)
+    sizes = {work.target / shard.path.name: shard.state.size for shard in work.checkpoint.shards}
+    missing = [path for path in sizes if path.name not in before or not path.is_file()]
+    writing.check_space(work.target, sum(sizes[path] for path in missing))
 
 
 def carry_out(
@@ -126,17 +134,14 @@ def carry_out(
 ) -> Converted:
     """Write and verify what is prepared. Arguments and errors as in `convert_checkpoint`."""
     folder, checkpoint = work.target, work.checkpoint
-    before = writing.written_before(work)
-    sizes = {folder / shard.path.name: shard.state.size for shard in checkpoint.shards}
-    missing = [path for path in sizes if path.name not in before or not path.is_file()]
-    writing.check_space(folder, sum(sizes[path] for path in missing))
+    check_ready(work)
     # every file must be unchanged since the folder was listed
     states = {
         **{checkpoint.root / name: state for name, state in checkpoint.beside.items()},
         **{shard.path: shard.state for shard in checkpoint.shards},
     }
     with writing.new_folder(folder), writing.locked(folder) as ticket:
-        before = writing.begin(work)  # again under the lock: another process may have written
+        before = writing.begin(work)  # under the lock: another process may have written
         written = write_shards(work, before, ticket, executor, advance)
         with writing.replacing(folder / CONFIG) as file:
             file.write(work.written)

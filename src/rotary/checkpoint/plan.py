@@ -149,7 +149,8 @@ class Conversion(NamedTuple):
     config      the config of the source
     written     the bytes of config.json in the target
     verify      "sample" or "full"
-    warning     which program will load the result and compute wrong results, and what to do; or ""
+    warnings    which tensors may be left by mistake; which program will load the result and compute
+                wrong results, and what to do
     """
 
     source: Path
@@ -159,7 +160,12 @@ class Conversion(NamedTuple):
     config: ConfigFile
     written: bytes
     verify: str
-    warning: str
+    warnings: tuple[str, ...]
+
+    @property
+    def warning(self) -> str:
+        """All warnings as one text; "" if there are none."""
+        return "; ".join(self.warnings)
 
 
 def plan(

@@ -67,7 +67,7 @@ def convert(
     Reorders the rows of the q and k projections, copies every other tensor, and verifies the
     files that it wrote.
     """
-    from ..checkpoint.convert import carry_out, prepare
+    from ..checkpoint.convert import carry_out, check_ready, prepare
 
     if target is None and not dry_run:
         raise typer.BadParameter("TARGET is needed, a new folder, unless --dry-run is given")
@@ -80,18 +80,19 @@ def convert(
     not_copied = [str(path) for path in work.checkpoint.left]
     header: tuple[str, ...] = ("", "")
     document = {**todo.to_dict(), "not_copied": not_copied, "warning": work.warning}
+    warnings = () if as_json else work.warnings
     if dry_run:
+        _warn(warnings)
         title = f"{source}: {todo.source} to {todo.target}, {len(todo.moves)} tensors move"
         header = ("tensor", "kind", "heads", "slices", "rows")
         rows = [_row(move) for move in todo.moves.values()]
     else:
         files = {shard.path: shard.state for shard in shards}
-        with (
-            _ended_by_signals(),
-            cluster(dask, files=files, folder=target) as executor,
-            bar("converting", sum(state.size for state in files.values())) as advance,
-        ):
-            done = carry_out(work, executor, advance)
+        check_ready(work)
+        with _ended_by_signals(), cluster(dask, files=files, folder=target) as executor:
+            _warn(warnings)  # before the work, which may take hours
+            with bar("converting", sum(state.size for state in files.values())) as advance:
+                done = carry_out(work, executor, advance)
         proof = done.proof
         document |= {"written": done.written, "proof": proof._asdict()}
         title = f"{target}: {to_layout}"
@@ -112,8 +113,11 @@ def convert(
         print_table("tensors like q or k, left as they are", todo.left, ("tensor", "why"))
     if not_copied:
         print_table("not converted and not copied", [(name,) for name in not_copied], ("",))
-    if work.warning:
-        typer.echo(f"warning: {printable(work.warning)}", err=True)
+
+
+def _warn(warnings: tuple[str, ...]) -> None:
+    for warning in warnings:
+        typer.echo(f"warning: {printable(warning)}", err=True)
 
 
 def _row(move: "Move") -> tuple[str, ...]:
