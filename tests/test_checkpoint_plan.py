@@ -319,8 +319,10 @@ def test_the_output_moves_only_where_keys_are_the_values():
 
 def test_what_no_rule_knows_and_may_have_channels_of_heads_is_listed():
     known = shapes(q_proj__weight=(64, 64), sinks=(64,), o_proj__bias=(64,))
-    unknown = shapes(mixer__weight=(64, 64), blend__weight=(64, 1, 4), gain=(64,), gain2=(16,))
-    still = shapes(slopes=(4,), ticks=(24,), level=())
+    unknown = shapes(mixer__weight=(64, 64), blend__weight=(64, 1, 4), gain=(64,),
+                     per_dim_scale=(16,))  # fmt: skip
+    still = shapes(slopes=(4,), ticks=(24,), level=(), softmax_scaling__scale=(64,),
+                   o_proj__weight_scale=(64,), gain_scale=(64, 4))  # fmt: skip
     made = plan({**known, **unknown, **still}, LLAMA, "half", "interleaved")
     assert [left.tensor for left in made.left] == [*unknown]
     assert f"{LAYER}mixer.weight and 3 more stays as it is" in made.warning

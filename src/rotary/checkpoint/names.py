@@ -112,10 +112,13 @@ _ATTENTION = re.compile(r"(?:.*\.)?\w*(?:att|mha)\w*\..+", re.IGNORECASE)
 # parts of names of the other tensors of an attention module, and of hyper connections around it
 _NOT_ROTATED = re.compile(
     r"(?:attn_)?(?:[vogbrf](?:_[ab])?(?:_proj)?|w[vo]|values?|dense|proj|c_proj|dt_proj|experts|mlp"
-    r"|(?:linear|to|dense)_\w+|out\w*|hc_\w+|\w*(?:norm|ln|gate|conv|router|compressor|bias|mask|scal|emb"
-    r"|decay|rate|_hc|hyper_connection|sink)\w*)",
+    r"|(?:linear|to|dense)_\w+|out\w*|hc_\w+|\w*(?:norm|ln|gate|conv|router|compressor|bias|mask|emb|decay"
+    r"|rate|_hc|hyper_connection|sink)\w*)",
     re.IGNORECASE,
 )
+_SCALE = re.compile(r"\w*scal\w*", re.IGNORECASE)
+# a vector may scale each channel of queries (per_dim_scale of TimesFM) unless its name says more
+_OTHER_SCALE = re.compile(r"\w*(?:layer|softmax|logit)_scal\w*", re.IGNORECASE)
 
 
 def widened_layer(tensor: str) -> str:
@@ -124,13 +127,16 @@ def widened_layer(tensor: str) -> str:
     return tensor[: match.start("rest")] if match and _WIDE.fullmatch(match["rest"]) else ""
 
 
-def unknown_in_attention(tensor: str) -> bool:
+def unknown_in_attention(tensor: str, is_vector: bool = False) -> bool:
     """Whether a tensor of an attention module has a name that no rule here knows."""
     match = _LAYER.fullmatch(tensor)
     if not match or not _ATTENTION.fullmatch(match["rest"]):
         return False
     is_other = _OTHER_PART.search(tensor[: match.start("layer")])
-    return not is_other and not any(map(_NOT_ROTATED.fullmatch, match["rest"].split(".")))
+    scale, parts = _OTHER_SCALE if is_vector else _SCALE, match["rest"].split(".")
+    return not is_other and not any(
+        _NOT_ROTATED.fullmatch(part) or scale.fullmatch(part) for part in parts
+    )
 
 
 def classify(tensor: str, model: str = "") -> Name | None:

@@ -246,7 +246,7 @@ def plan(
         Left(name, UNKNOWN)
         for name, tensor in tensors.items()
         if name not in named
-        and unknown_in_attention(name)
+        and unknown_in_attention(name, len(tensor.shape) < 2)
         and (len(tensor.shape) > 1 or may_be_channels(math.prod(tensor.shape), layers))
     ]
     return Plan(model, source, target, moves, tuple(left), base)
