@@ -62,6 +62,34 @@ def test_a_single_array_comes_back_alone():
     assert torch.equal(out, apply(PLAIN, q, positions=POSITIONS))
 
 
+def test_another_number_of_outputs_is_refused():
+    xs, tables = tensors(), cos_sin(PLAIN, POSITIONS)
+    ours = prepare(apply, PLAIN, *xs, positions=POSITIONS, out=xs)
+    steps = (
+        lambda out: ours(*xs, positions=POSITIONS, out=out),
+        lambda out: prepare(apply, PLAIN, *xs, positions=POSITIONS)(
+            *xs, positions=POSITIONS, out=out
+        ),
+        lambda out: prepare(rotate, xs, *tables, PLAIN, out=xs)(xs, *tables, out=out),
+    )
+    for step in steps:
+        for out in (xs[0], xs[:1], (*xs, xs[0])):
+            with pytest.raises(
+                ValueError, match="out must hold one array for each of the 2 inputs"
+            ):
+                step(out)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_step_is_compiled_whatever_lengths_are_open(dynamic):
+    torch._dynamo.reset()
+    xs, tables = tensors(), cos_sin(PLAIN, POSITIONS)
+    step = prepare(rotate, xs, *tables, PLAIN)
+    options = {"fullgraph": True, "dynamic": dynamic, "backend": "aot_eager"}
+    compiled = torch.compile(lambda q, k, c, s: step((q, k), c, s), **options)
+    assert_same(compiled(*xs, *tables), rotate(xs, *tables, PLAIN))
+
+
 def test_in_place_and_nothing_is_written_before():
     xs = tensors()
     want = apply(PLAIN, *xs, positions=POSITIONS)

@@ -25,6 +25,7 @@ from .spec import Rotary, check_spec
 Arrays = Sequence[object]
 Run = Callable[[Arrays, Arrays, Arrays | None], Arrays]  # (xs, tables, out) -> results
 Call = Callable[..., Any]
+Form = tuple[str, tuple[int, ...], list[int]]  # dtype, shape, strides
 
 
 def prepare(function: Call, *arguments: Any, **options: Any) -> Call:
@@ -168,7 +169,9 @@ def _prepared_rotate(
         x: Any, cos: object, sin: object, *, positions: object = None, out: Any = None
     ) -> object:
         tables = (cos, sin) if positions is None else (cos, sin, positions)
-        return run(x, tables, out) if is_several else run((x,), tables, _as_tuple(out))[0]
+        xs = x if is_several else (x,)
+        results = run(xs, tables, out if out is None else outputs(out, len(xs)))
+        return results if is_several else results[0]
 
     return step
 
@@ -218,9 +221,9 @@ def _prepared_apply(
         q: object, k: object = None, *, positions: object = None, out: Arrays | None = None
     ) -> object:
         tables = () if positions is None else (positions,)
-        if k is None:
-            return run((q,), tables, _as_tuple(out))[0]
-        return run((q, k), tables, out)
+        xs = (q,) if k is None else (q, k)
+        results = run(xs, tables, out if out is None else outputs(out, len(xs)))
+        return results[0] if k is None else results
 
     return step
 
@@ -257,11 +260,12 @@ def _run(
     def checked(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
         forms = _forms(xs, tables, out)
         for operand in {**prepared, **forms}:
-            old, new = prepared.get(operand, "none"), forms.get(operand, "none")
+            old, new = prepared.get(operand), forms.get(operand)
             if old != new:
                 raise ValueError(
-                    f"this call was prepared for {operand} {old}, got {new}: prepare a call for "
-                    f"each shape and dtype, or call rotary.{name}"
+                    f"this call was prepared for {operand} {_described(old)}, got "
+                    f"{_described(new)}: prepare a call for each shape and dtype, or call "
+                    f"rotary.{name}"
                 )
         return whole(xs, tables, out)
 
@@ -271,7 +275,7 @@ def _run(
     return kernel.prepare(options, xs, tables, out, checked) or checked
 
 
-def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, str]:
+def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, Form]:
     names = ("positions",) if len(tables) == 1 else ("cos", "sin", "positions")
     operands = dict(zip(names, tables, strict=False))
     for name, arrays in (("x", xs), ("out", out or ())):
@@ -279,10 +283,16 @@ def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, str]:
     return {name: _form(array) for name, array in operands.items()}
 
 
-def _form(array: Any) -> str:
-    """Describe dtype, shape and strides; strides of axes of size 1 are left out, JAX has none."""
-    shape = tuple(map(int, np.shape(array)))
+def _form(array: Any) -> Form:
+    """Return dtype, shape and strides; strides of axes of size 1 are left out, JAX has none."""
+    shape = tuple([int(size) for size in np.shape(array)])
     strides = array.stride() if hasattr(array, "stride") else getattr(array, "strides", ())
-    steps = [step for size, step in zip(shape, strides, strict=False) if size > 1]
-    dtype = str(getattr(array, "dtype", "list")).rpartition(".")[2]
-    return f"{dtype} {shape}" + (f" with strides {steps}" if steps else "")
+    steps = [int(step) for size, step in zip(shape, strides, strict=False) if size > 1]
+    return str(getattr(array, "dtype", "list")).rpartition(".")[2], shape, steps
+
+
+def _described(form: Form | None) -> str:
+    if form is None:
+        return "none"
+    dtype, shape, steps = form
+    return f"{dtype} {shape} with strides {steps}" if steps else f"{dtype} {shape}"
