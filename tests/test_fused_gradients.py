@@ -1,5 +1,6 @@
 """Gradients of `rotary.fused` with a norm, against torch's own operators in float64."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,6 +134,18 @@ def test_angles_that_are_overwritten_before_the_gradient(name, is_created):
     {"row numbers": rows, "cos": tables[0], "sin": tables[1]}[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), q, create_graph=is_created)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, np.int64])
+def test_row_numbers_that_were_copied_may_be_overwritten(kind):
+    q = torch.randn(1, 2, 3, 8, requires_grad=True)
+    rows = torch.arange(3).to(kind) if isinstance(kind, torch.dtype) else np.arange(3)
+    y, *_ = fused(q, None, None, SPEC, rows, tables=(COS, SIN), norm=Norm(torch.ones(8), None, EPS))
+    z = rotary.rotate(q, COS, SIN, SPEC, positions=rows)
+    want = [torch.autograd.grad(x.sum(), q, retain_graph=True)[0] for x in (y, z)]
+    rows += 1
+    for x, gradient in zip((y, z), want, strict=True):
+        assert torch.equal(torch.autograd.grad(x.sum(), q)[0], gradient)
 
 
 @pytest.mark.parametrize("is_strided", [False, True])

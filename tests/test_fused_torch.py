@@ -373,6 +373,14 @@ REFUSED = {
                TypeError, "slots must be whole numbers, got torch.bool"),
     "no slots": (lambda f: f(cache=KVCache(CACHE, None, None)),
                  TypeError, "slots must be an array of whole numbers, got None"),
+    "slots that are too large": (
+        lambda f: f(cache=KVCache(CACHE, None, np.full(5, 2**63, np.uint64))),
+        ValueError, "slots must fit in int64, got 9223372036854775808",
+    ),
+    "rows of slots of several lengths": (
+        lambda f: f(cache=KVCache(CACHE, None, [[1, 2], [3, 4, 5]])),
+        TypeError, "slots must be an array of whole numbers, got [[1, 2], [3, 4, 5]]",
+    ),
     "an expanded cache": (lambda f: f(cache=KVCache(CACHE[:1].expand(8, 2, 64), None, range(5))),
                           ValueError, "elements that share memory"),
     "one tensor of scales": (

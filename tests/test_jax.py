@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_refused_traced_or_not():
          lambda q: rotary.apply(SPEC, q[..., :32])),
         (TypeError, "x must be one of",
          lambda q: rotary.rotate(q.astype(int), cos, sin, layout="half")),
-        (TypeError, "q and k must have one dtype",
+        (TypeError, "q, k and v must have one dtype",
          lambda q: rotary.rotate((q, q.astype(jnp.float16)), cos, sin, layout="half")),
         (TypeError, "tables must be float32",
          lambda q: rotary.rotate(

@@ -331,7 +331,7 @@ def test_what_does_not_fit_is_refused_traced_or_not():
          lambda q: rotary.apply(SPEC, q[..., :32])),
         (TypeError, "x must be one of .*, got int32",
          lambda q: rotary.rotate(q.astype(mx.int32), cos, sin, layout="half")),
-        (TypeError, "q and k must have one dtype, got float32 and float16",
+        (TypeError, "q, k and v must have one dtype, got float32 and float16",
          lambda q: rotary.rotate((q, q.astype(mx.float16)), cos, sin, layout="half")),
         (TypeError, "tables must be float32, got bfloat16: they are already rounded",
          lambda q: rotary.rotate(

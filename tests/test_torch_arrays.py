@@ -100,3 +100,48 @@ def test_positions_of_numpy_beyond_int64_are_refused_by_either(library):
     x, far = LIBRARIES[library](np.ones((1, 4), np.float32)), np.array([2**63], np.uint64)
     with pytest.raises(ValueError, match=f"^positions must fit in int64, got {2**63}$"):
         rotary.apply(SPEC, x, positions=far)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", ">i8", "<i2"])
+def test_arrays_of_numpy_are_taken_whatever_their_form(library, kind):
+    """Backwards in memory, without a sign or of another byte order."""
+    x, numbers = np.ones((1, 2, 3, 4), np.float32), np.array([4, 1, 6])
+    given = numbers[::-1].astype(kind)[::-1]
+    tables = rotary.cos_sin(SPEC, np.arange(9))
+    scale = np.array([2.0, 4.0])[::-1]
+
+    def results(like, ids, by):
+        q = like(x)
+        cos, sin = (like(table) for table in tables)
+        memory = like(np.zeros((9, 2, 4), np.float32))
+        cache = rotary.KVCache(memory, None, ids, by)
+        yield rotary.apply(SPEC, q, positions=ids)
+        yield rotary.rotate(q, cos, sin, SPEC, positions=ids, seq_dim=-2)
+        yield rotary.fused(q, None, None, SPEC, ids, scale=by)[0]
+        new = rotary.fused(q, q, None, SPEC, ids, cache=cache, seq_dim=-2)[1]
+        yield memory if new is None else new
+
+    got = results(LIBRARIES[library], given, scale)
+    for y, want in zip(got, results(np.array, numbers, scale.copy()), strict=True):
+        np.testing.assert_allclose(np.asarray(y), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_an_empty_list_holds_whole_numbers(library):
+    like = LIBRARIES[library]
+    q, memory = like(np.ones((2, 0, 4), np.float32)), like(np.zeros((9, 2, 4), np.float32))
+    tables = [like(table) for table in rotary.cos_sin(SPEC, np.arange(9))]
+    rotary.fused(q, q, None, SPEC, cache=rotary.KVCache(memory, None, []))
+    assert rotary.rotate(q, *tables, SPEC, positions=[]).shape == (2, 0, 4)
+    for empty in (np.empty(0), np.empty(0, np.float32)):
+        with pytest.raises(TypeError, match=r"slots must be whole numbers, got .*float"):
+            rotary.fused(q, q, None, SPEC, cache=rotary.KVCache(memory, None, empty))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_another_dtype_of_v_is_said_to_be_one(library):
+    like = LIBRARIES[library]
+    q, v = like(np.ones((2, 3, 4), np.float32)), like(np.ones((2, 3, 4), np.float16))
+    with pytest.raises(TypeError, match=r"^q, k and v must have one dtype, got .*32 and .*16$"):
+        rotary.fused(q, q, v, SPEC)

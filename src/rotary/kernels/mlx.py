@@ -203,7 +203,7 @@ def check_xs(xs: Sequence[Array | Numbers], out: object) -> None:
         if kind not in reference.FLOATS:
             raise TypeError(f"x must be one of {', '.join(reference.FLOATS)}, got {kind}")
         if kind != kinds[0]:
-            raise TypeError(f"q and k must have one dtype, got {kinds[0]} and {kind}")
+            raise TypeError(f"q, k and v must have one dtype, got {kinds[0]} and {kind}")
 
 
 def _check_tables(cos: Array | Numbers, sin: Array | Numbers) -> None:
@@ -217,7 +217,7 @@ def _check_tables(cos: Array | Numbers, sin: Array | Numbers) -> None:
 
 
 def _check_rows(positions: object, length: int) -> Array:
-    rows = positions if takes(positions) else np.asarray(positions)
+    rows = positions if takes(positions) else reference.of_list(positions)
     if not _is_whole(rows):
         raise TypeError(f"positions must be whole numbers to pick rows, got {_kind(rows)}")
     numbers = _values(rows)

@@ -97,7 +97,7 @@ def check_xs(xs: Sequence[Array], out: Sequence[Array] | None) -> None:
         if name_of(x.dtype) not in FLOATS:
             raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {_described(x.dtype)}")
         if x.dtype != xs[0].dtype:
-            raise TypeError(f"q and k must have one dtype, got {xs[0].dtype} and {x.dtype}")
+            raise TypeError(f"q, k and v must have one dtype, got {xs[0].dtype} and {x.dtype}")
     if out is not None:
         check_out(xs, out)
 
@@ -133,9 +133,20 @@ def address(array: Array) -> int:
     return array.ctypes.data  # __array_interface__ lists all fields of a record: 20 us for 45
 
 
+def of_list(values: object) -> Array:
+    """Return an array; an empty list holds whole numbers, where NumPy would make it float64.
+
+    >>> of_list([]).dtype, of_list([0.5]).dtype
+    (dtype('int64'), dtype('float64'))
+    """
+    array = np.asarray(values)
+    is_empty_list = isinstance(values, (list, tuple)) and not array.size
+    return array.astype(np.int64) if is_empty_list else array
+
+
 def check_rows(positions: object, table: Sized) -> Array:
     """Return row numbers as int64; ValueError if one is outside the table."""
-    rows = np.asarray(positions)
+    rows = of_list(positions)
     if rows.dtype.kind not in "iu":
         raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
     if rows.size and (rows.min() < 0 or rows.max() >= len(table)):

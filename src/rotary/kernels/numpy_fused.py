@@ -18,7 +18,17 @@ from . import Operand
 from .fused_steps import Cache, Library, cache_writes, finished, normed, slot_indices, stored
 from .geometry import Geometry, Options
 from .memory import check_overlap
-from .numpy import address, block, check_like, check_operands, check_rows, name_of, rotate, takes
+from .numpy import (
+    address,
+    block,
+    check_like,
+    check_operands,
+    check_rows,
+    name_of,
+    of_list,
+    rotate,
+    takes,
+)
 from .stages import Fit, Norm, Stages, changes_v, check_arrays, check_scales, fit
 
 Result = Array | tuple[Array, Array] | None  # with its scales if they were computed
@@ -111,7 +121,7 @@ class Update(NamedTuple):
 
 def into_cache(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> list[Update]:
     """Return the updates that write k and v of each token to its slot, if it is not negative."""
-    slots = np.asarray(cache.slots)
+    slots = of_list(cache.slots)
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
     made = cache_writes(LIBRARY, k, v, slots, cache, fitted)

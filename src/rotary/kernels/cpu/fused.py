@@ -9,7 +9,7 @@ from .. import Numbers as Array
 from .. import numpy_fused as formula
 from ..geometry import Options
 from ..memory import check_overlap
-from ..numpy import FLOATS, block, check_operands, check_rows, name_of
+from ..numpy import FLOATS, block, check_operands, check_rows, name_of, of_list
 from ..numpy_fused import Result
 from ..stages import KVCache, Stages, changes_v, fit
 from .built_in import address
@@ -76,7 +76,7 @@ def _by_loops(
         if not rotated(call, rotating, outs):
             return None
         return outs[0], None if k is None else outs[1], v
-    slots = np.asarray(cache.slots)
+    slots = of_list(cache.slots)
     if slots.dtype.kind not in "iu":
         return None
     cache = replace(cache, slots=np.ascontiguousarray(slots, np.int64))

@@ -20,6 +20,7 @@ from jax import lax
 from .. import Operand
 from ..fused_steps import Cache, Library, cache_writes, finished, normed, slot_indices, stored
 from ..geometry import Options
+from ..numpy import of_list
 from ..numpy_fused import dtype_of
 from ..stages import (
     Fit,
@@ -112,7 +113,7 @@ def fused(
 def _memory(cache: KVCache | LatentCache) -> Operands:
     """Return the fields of a cache, with its slots checked if they can be read."""
     arrays = (cache.rows,) if isinstance(cache, LatentCache) else (cache.k, cache.v)
-    slots = cache.slots if angles.takes(cache.slots) else np.asarray(cache.slots)
+    slots = cache.slots if angles.takes(cache.slots) else of_list(cache.slots)
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
     if angles.is_at_hand(slots) and slots.size:

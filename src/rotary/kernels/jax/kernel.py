@@ -244,7 +244,7 @@ def _mesh_axes(x: Array) -> tuple[object, ...]:
 def check_rows(positions: Any, table: Array) -> Array:
     """Return row numbers with 32 or 64 bits; ValueError if one is known to be outside the table."""
     if not angles.takes(positions):
-        positions = np.asarray(positions)
+        positions = reference.of_list(positions)
     if positions.dtype.kind not in "iu":
         raise TypeError(f"positions must be whole numbers to pick rows, got {positions.dtype}")
     if angles.is_at_hand(positions):

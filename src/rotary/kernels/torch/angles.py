@@ -24,6 +24,7 @@ from .state import (
     FLOATS,
     INTEGERS,
     TENSORS,
+    as_tensor,
     host_array,
     host_values,
     is_on_gpu,
@@ -151,7 +152,6 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     """Return positions as a tensor; NumPy arrays and lists are copied to the device of `like`.
 
     A list goes through NumPy, which makes fractions float64; torch would make them float32.
-    Unsigned types become int64, because torch computes with none of them but uint8.
     """
     if takes(positions):
         check_plain(positions)
@@ -160,12 +160,7 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     kind = "i" if is_tracing() else array.dtype.kind  # Dynamo does not know NumPy dtypes
     if kind in "OSUV":  # objects, such as 2**70, and texts
         raise TypeError(_not_whole(array.dtype))
-    if kind == "u":
-        largest = array.max(initial=0)
-        if largest >= 2**63:
-            raise ValueError(f"positions must fit in int64, got {largest}")
-        array = array.astype(np.int64)
-    return torch.as_tensor(array, device=like.device)
+    return as_tensor("positions", array, like)
 
 
 def repeat_rows(positions: Tensor, rows: int) -> Tensor:

@@ -11,7 +11,14 @@ from .. import numpy as reference
 from ..memory import check_overlap
 from .launch import form
 from .private import is_in_forward_mode, unmapped
-from .state import FLOATS, INTEGERS, has_memory, is_on_gpu, wants_grad
+from .state import (
+    FLOATS,
+    INTEGERS,
+    as_tensor,
+    has_memory,
+    is_on_gpu,
+    wants_grad,
+)
 
 
 def check_operands(
@@ -41,7 +48,7 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
         raise TypeError(f"x must be one of {', '.join(FLOATS.values())}, got {x.dtype}")
     for other in xs[1:]:
         if other.dtype != x.dtype:
-            raise TypeError(f"q and k must have one dtype, got {x.dtype} and {other.dtype}")
+            raise TypeError(f"q, k and v must have one dtype, got {x.dtype} and {other.dtype}")
     if out is None:
         return
     if len(out) != len(xs):
@@ -82,7 +89,7 @@ def check_rows(positions: object, like: Tensor) -> Tensor:
     """
     if isinstance(positions, Tensor):
         check_strided((positions,))
-    rows = torch.as_tensor(positions, device=like.device)
+    rows = as_tensor("positions", positions, like)
     check_device(rows, like)
     if rows.dtype not in INTEGERS:
         raise TypeError(f"positions must be whole numbers to pick rows, got {rows.dtype}")
@@ -92,10 +99,7 @@ def check_rows(positions: object, like: Tensor) -> Tensor:
 
 def slots_of(slots: object, like: Tensor) -> Tensor:
     """Return the slots of a cache on the device of `like`; TypeError if not whole numbers."""
-    try:
-        numbers = torch.as_tensor(slots, device=like.device)
-    except (RuntimeError, TypeError, ValueError):
-        raise TypeError(f"slots must be an array of whole numbers, got {slots!r}") from None
+    numbers = as_tensor("slots", slots, like)
     if numbers.dtype not in INTEGERS:
         raise TypeError(f"slots must be whole numbers, got {numbers.dtype}")
     return numbers

@@ -52,6 +52,7 @@ from .launch import empty_like, formula, is_for_gpu, mark_written
 from .state import (
     FLOATS,
     are_plain,
+    as_tensor,
     host_values,
     is_on_gpu,
     is_recording,
@@ -197,7 +198,7 @@ def formula_of_both(
 LIBRARY = Library(
     torch,
     convert=lambda x, kind: x.to(_DTYPES[kind]),
-    as_like=lambda numbers, y: torch.as_tensor(numbers, dtype=y.dtype, device=y.device),
+    as_like=lambda numbers, y: as_tensor("scale", numbers, y, y.dtype),
     over_root=lambda x, y: x * torch.rsqrt(y),
 )
 

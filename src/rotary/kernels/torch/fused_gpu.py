@@ -30,6 +30,7 @@ from ..triton.plan import inverse_of
 from ..triton.sources import along
 from .checks import check_outputs, check_writable, slots_of
 from .launch import mark_written
+from .state import as_tensor
 
 # of 1024 to 8192 elements and 1 to 8 warps the fastest on an H100, but for a few rows
 _WARPS = 2
@@ -240,7 +241,7 @@ def _scaled(
         return y, kind, 1.0, True
     if isinstance(scale, (int, float)):
         return y, kind, scale, False
-    numbers = torch.as_tensor(scale, dtype=torch.float32, device=y.device)
+    numbers = as_tensor("scale", scale, y, torch.float32)
     scale_form(name, tuple(numbers.shape), y.shape[-2])
     return y, kind, numbers.expand(y.shape[-2]), False
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...words import brief
 from .. import Numbers
 from .private import (
     constant,
@@ -123,6 +124,36 @@ def host_values(x: Tensor) -> Tensor | None:
         return None
     value = unwrapped(x)
     return value if value is not None and is_on_host(value) else None
+
+
+def as_tensor(name: str, values: object, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor as it is, and a list or a NumPy array as a copy beside `like`.
+
+    A copy, because autograd does not see that a caller overwrites an array, and torch takes none
+    with negative strides. An empty list holds whole numbers. Unsigned types become int64, because
+    torch computes with none of them but uint8; ValueError for numbers that are too large for that.
+    """
+    if isinstance(values, Tensor):
+        return torch.as_tensor(values, dtype=dtype, device=like.device)
+    if isinstance(values, np.ndarray) and not is_tracing():  # Dynamo does not know NumPy dtypes
+        values = _native(name, values)
+    try:
+        result = torch.as_tensor(values, dtype=dtype, device=like.device)
+    except (RuntimeError, TypeError, ValueError):
+        kind = "numbers" if dtype is not None else "whole numbers"
+        raise TypeError(f"{name} must be an array of {kind}, got {brief(values)}") from None
+    is_empty_list = isinstance(values, (list, tuple)) and not result.numel() and dtype is None
+    return result.long() if is_empty_list else result
+
+
+def _native(name: str, array: Numbers) -> Numbers:
+    kind = array.dtype.newbyteorder("=")
+    if kind.kind == "u":
+        largest = array.max(initial=0)
+        if largest >= 2**63:
+            raise ValueError(f"{name} must fit in int64, got {largest}")
+        kind = np.dtype(np.int64)
+    return array.astype(kind, order="C")
 
 
 class _Memory:
