@@ -334,6 +334,22 @@ def test_torch_compile_and_vmap():
             assert (y - z).abs().max() <= 2e-6
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.jit.trace: shapes are constants
+@pytest.mark.parametrize("add_one", [False, True])
+def test_a_traced_norm(add_one):
+    spec = SPECS["half"]
+    q, k = tensors(spec)
+    norm = norm_of(spec, add_one=add_one)
+
+    def call(q, k):
+        return fused(q, k, None, spec, norm=norm)[:2]
+
+    traced = torch.jit.trace(call, (q, k))
+    other = q + 1, k - 1
+    for y, z in zip(traced(*other), call(*other), strict=True):
+        assert (y - z).abs().max() <= 2e-6
+
+
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_casts_are_those_of_the_reference(kind):
     spec = SPECS["half"]

@@ -69,7 +69,8 @@ def normed(
         return wide
     heads = 1 if head_axis is None else x.shape[head_axis]
     form, is_full = weight_form(name, tuple(weight.shape), heads, x.shape[-1])
-    gain = library.convert(weight, work).reshape(form) + norm.add_one
+    gain = library.convert(weight, work).reshape(form)
+    gain = gain + 1 if norm.add_one else gain  # jit.trace does not add a bool
     over = (head_axis, -1) if is_full and head_axis is not None else -1
     mean = library.xp.mean(wide * wide, axis=over, keepdims=True)
     gain = along_heads(gain, x.ndim, head_axis)
