@@ -350,6 +350,45 @@ def test_a_traced_norm(add_one):
         assert (y - z).abs().max() <= 2e-6
 
 
+def by_compile(call):
+    torch._dynamo.reset()
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("transform", [by_compile, torch.vmap])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_outputs_of_compiled_and_mapped_calls(transform, dtype):
+    spec = SPECS["half"]
+    q, k = tensors(spec)
+    norm, kind = norm_of(spec), torch.bfloat16 if dtype else torch.float32
+    want = fused(q, k, None, spec, norm=norm, dtype=dtype)
+    outs = torch.zeros_like(q, dtype=kind), torch.zeros_like(k, dtype=kind)
+    in_place = q.clone(), k.clone()
+
+    def call(q, k, y, z):
+        return fused(q, k, None, spec, norm=norm, dtype=dtype, out=(y, z))[:2]
+
+    for given in [(q, k, *outs)] + ([] if dtype else [(*in_place, *in_place)]):
+        results = transform(call)(*given)
+        for written, y, z in zip(given[2:], results, want, strict=False):
+            assert torch.equal(written, y)
+            assert (y.float() - z.float()).abs().max() <= LIMITS[kind] * z.abs().max()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_cache_inside_vmap_is_refused(is_compiled):
+    memory = CACHE.clone()
+
+    def call(k):
+        return fused(k, k, None, SPECS["half"], cache=KVCache(memory, None, torch.arange(5)))[0]
+
+    mapped = torch.vmap(call)
+    mapped = by_compile(mapped) if is_compiled else mapped
+    with pytest.raises(Exception, match="cache= cannot be used inside vmap"):
+        mapped(KEY[None])
+    assert not memory.any()
+
+
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_casts_are_those_of_the_reference(kind):
     spec = SPECS["half"]

@@ -17,6 +17,8 @@ from .state import (
     as_tensor,
     has_memory,
     is_on_gpu,
+    is_tracing,
+    is_transforming,
     wants_grad,
 )
 
@@ -155,7 +157,12 @@ def check_outputs(
 
 
 def check_separate(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Do what `check_writable` does, faster if every tensor has a storage of its own."""
+    """Do what `check_writable` does, faster if every tensor has a storage of its own.
+
+    Nothing is checked while torch.compile records the call, and inside transforms such as vmap.
+    """
+    if is_tracing() or (is_transforming() and not all(map(has_memory, (*inputs, *out)))):
+        return
     read = [x.untyped_storage().data_ptr() for x in inputs]
     written = [y.untyped_storage().data_ptr() for y in out]
     is_own = [place not in read or (x is y and read.count(place) == 1)

@@ -54,6 +54,7 @@ from .state import (
     are_plain,
     as_tensor,
     host_values,
+    is_in_vmap,
     is_on_gpu,
     is_recording,
     is_watched,
@@ -106,6 +107,11 @@ def fused(
         raise RuntimeError(
             "out= and cache= do not take part in autograd: call fused under torch.no_grad(), or "
             "without them"
+        )
+    if cache is not None and is_in_vmap([*operands, *written_to(cache)]):
+        raise RuntimeError(
+            "cache= cannot be used inside vmap, which has no order in which to write: call fused "
+            "with the batch axes of q, k, v and slots"
         )
     if is_for_loops(operands, stages, q, out):
         done = by_loops(q, k, v, cos, sin, rows, fitted, stages, out)
@@ -260,6 +266,5 @@ def _written(
         return list(results)
     for y, result in zip(out, tensors, strict=True):
         y.copy_(result)
-    mark_written(out)
     done = iter(out)
     return [None if result is None else next(done) for result in results]

@@ -14,6 +14,7 @@ from .private import (
     is_in_forward_mode,
     is_in_make_fx,
     is_in_old_vmap,
+    is_mapped,
     is_tracing_by_jit,
     is_wrapped,
     is_zerotensor,
@@ -55,6 +56,11 @@ def is_tracing_a_transform() -> bool:
 @constant
 def _is_in_a_transform() -> bool:  # Dynamo enters a transform when it records one
     return level_of_transforms() is not None or is_in_forward_mode()
+
+
+def is_in_vmap(tensors: Sequence[Tensor]) -> bool:
+    """Whether vmap has batched one of these, also while torch.compile records the call."""
+    return is_tracing_a_transform() if is_tracing() else any(map(is_mapped, tensors))
 
 
 def is_transforming() -> bool:
