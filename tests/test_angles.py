@@ -160,6 +160,17 @@ def test_float32_precision_rounds_the_angle(library):
     assert np.abs(exact(inv_freq, where.tolist())[0] - np.cos(angle)).max() > 1e-3
 
 
+@pytest.mark.parametrize("base", [1e4, 150_000.0, 1e6, 7_286_182.0])
+def test_float32_frequencies_of_numpy_are_near_those_of_torch(base):
+    """Two units in the last place, times the position: not bit for bit, as docs/exactness.md says."""
+    spec, where = Rotary(head_dim=128, base=base), np.arange(131_000, 131_072)
+    angle = where[:, None] * rotary.inv_freq(spec)[0]
+    limit = 2.0**-23 * (1 + 3 * angle)  # two units of a frequency, one of the product
+    tables = (rotary.cos_sin(spec, each(where), "float32") for each in (np.asarray, torch.tensor))
+    for ours, theirs in zip(*tables, strict=True):
+        assert (np.abs(ours.astype(np.float64) - theirs.numpy()) <= limit).all()
+
+
 # --- axes, direction, shapes ---
 
 
