@@ -162,7 +162,7 @@ def test_float32_precision_rounds_the_angle(library):
 
 @pytest.mark.parametrize("base", [1e4, 150_000.0, 1e6, 7_286_182.0])
 def test_float32_frequencies_of_numpy_are_near_those_of_torch(base):
-    """Two units in the last place, times the position: not bit for bit, as docs/exactness.md says."""
+    """Up to two units in the last place, which the position multiplies: docs/exactness.md."""
     spec, where = Rotary(head_dim=128, base=base), np.arange(131_000, 131_072)
     angle = where[:, None] * rotary.inv_freq(spec)[0]
     limit = 2.0**-23 * (1 + 3 * angle)  # two units of a frequency, one of the product
