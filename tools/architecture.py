@@ -28,7 +28,7 @@ FLOORS = (
     {"fused", "prepare", "rerotate", "attention", "configs", "nn"},
     {"analysis", "checkpoint", "programs"},
     {"blackbox", "integrations"},
-    {"audit", "identify", "model", "ranks", "reach"},
+    {"audit", "identify", "model", "ranks", "reach", "recommendation"},
     {"plan", "testing"},
     {"plots", "explorer", "bench", "doctor", "pytest_plugin"},
     {"demo"},

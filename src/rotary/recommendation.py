@@ -1,0 +1,176 @@
+"""What `plan` recommends, as a record and in words."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .analysis.extension import Row
+from .analysis.search import MinBase, SafeBase, rounded_up
+from .spec import Rotary
+from .strict_json import JSON
+
+
+class Plan(NamedTuple):
+    """What `plan` recommends; lengths and distances are in tokens.
+
+    context        the length to be reached
+    trained        the length of the training, None before any training
+    spec           the present RoPE
+    action         "keep", "base" (train with another base) or "scaling" (of trained weights)
+    recommended    the RoPE to use
+    first_failure  the first distance up to `context` with B_m < 0 under `spec`, or None
+    failures       how many distances up to `context` have B_m < 0 under `spec`
+    min_base       the smallest base with B_m >= 0 up to `context`
+    safe_base      the base above which all bases that were tested pass
+    options        every method of `analysis.extension`, compared; none for weights that were
+                   trained with linear, ntk or proportional, which get a larger factor
+    rope_parameters  the keys of config.json that give `recommended` in transformers: as longrope
+                     if the model does not read its schedule
+    reason         the reason, in sentences
+    """
+
+    context: int
+    trained: int | None
+    spec: Rotary
+    action: str
+    recommended: Rotary
+    first_failure: int | None
+    failures: int
+    min_base: MinBase
+    safe_base: SafeBase
+    options: tuple[Row, ...]
+    rope_parameters: dict[str, JSON]
+    reason: str
+
+    def shown(self, base: float) -> str:
+        """Return a base as text of 6 digits or more, rounded up so that the number shown passes.
+
+        >>> from rotary.plan import plan
+        >>> found = plan(1024, Rotary(head_dim=64))
+        >>> found.shown(found.min_base.base)
+        '7,752.99'
+        """
+        spec = self.spec
+        return f"{rounded_up(base, self.context, spec.head_dim, rotary_dim=spec.rotary_dim):,f}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the recommendation and both bases as text: the first table of `rotary plan`.
+
+        >>> from rotary.plan import plan
+        >>> plan(1024, Rotary(head_dim=64)).rows()[1]
+        ('first B_m < 0 now', 'distance 725')
+        """
+        first, safe, spec = self.first_failure, self.safe_base, self.recommended
+        params = ", ".join(f"{name} {value:g}" for name, value in spec.params.items()
+                           if isinstance(value, int | float))  # fmt: skip
+        how = f"{self.action}: {spec.schedule}, base {spec.base:,.15g} {params}".rstrip()
+        least = self.shown(self.min_base.base)
+        return [
+            ("recommended", how),
+            ("first B_m < 0 now", "none" if first is None else f"distance {first:,}"),
+            ("smallest base", f"{least}, certified for head_dim {self.spec.head_dim}, rounded up"),
+            ("safe base", f"{self.shown(safe.base)}; {safe.passing_share:.0%} of the bases between "
+                          "pass"),
+        ]  # fmt: skip
+
+    def to_dict(self) -> dict[str, JSON]:
+        """Return all fields as JSON-ready data, with the two bases as numbers of full precision.
+
+        >>> from rotary.plan import plan
+        >>> found = plan(1024, Rotary(head_dim=64)).to_dict()
+        >>> round(found["min_base"], 1), found["recommended"]["base"] >= found["safe_base"]
+        (7753.0, True)
+        """
+        return {
+            **self._asdict(),
+            "spec": self.spec.to_dict(),
+            "recommended": self.recommended.to_dict(),
+            "min_base": self.min_base.base,
+            "min_base_certificate": self.min_base._asdict(),
+            "safe_base": self.safe_base.base,
+            "safe_base_search": self.safe_base._asdict(),
+            "options": [{**each._asdict(), "spec": each.spec.to_dict()} for each in self.options],
+        }
+
+
+class Recommendation(NamedTuple):
+    """What `recommend` returns for trained weights: the fields of `Plan` without the bases."""
+
+    context: int
+    trained: int | None
+    spec: Rotary
+    action: str
+    recommended: Rotary
+    first_failure: int | None
+    failures: int
+    options: tuple[Row, ...]
+    rope_parameters: dict[str, JSON]
+    reason: str
+
+
+def sentences(result: Recommendation) -> Iterator[str]:
+    spec, context = result.spec, result.context
+    as_it_is = f"With the present RoPE (base {spec.base:,.15g}, {spec.schedule})"
+    if result.first_failure is None:
+        yield (
+            f"{as_it_is} attention prefers a similar key to a random one at every distance up to "
+            f"{context:,} tokens (B_m >= 0)."
+        )
+    else:
+        yield (
+            f"{as_it_is} attention does not prefer a similar key to a random one at "
+            f"{result.failures:,} of {context:,} distances (B_m < 0), first at "
+            f"{result.first_failure:,} tokens."
+        )
+    if result.action == "scaling":
+        yield from _of_scaling(result)
+    elif result.trained is not None:
+        is_scaled = context > result.trained
+        how = "reaches this context as it is" if is_scaled else "was trained for this context"
+        yield f"The model {how}: keep its RoPE."
+    elif result.action == "keep":
+        yield "Keep the base: it passes, and so does every larger base tested."
+    if result.first_failure is not None or result.action != "keep":
+        yield (
+            "The bound is an average over independent channels, not a hard limit: many good models "
+            "are below it, and a base above it guarantees nothing. Measure retrieval at the length "
+            "you need, not perplexity."
+        )
+
+
+def of_bases(result: Plan) -> str:
+    """Describe the smallest base that passes: to train with, or instead of a scaling."""
+    spec = result.spec
+    least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
+    if result.action == "scaling":
+        return (
+            "If you can train for long on long documents, you may raise the base instead: the "
+            f"smallest rope_theta that passes is {least} (certified, rounded up), and every base "
+            f"tested from {safe} on passes."
+        )
+    share = "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
+    return (
+        f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
+        f"{share}, is {least} (certified, rounded up). Some larger bases fail again; every "
+        f"base tested from {safe} on passes. Train with rope_theta "
+        f"{result.recommended.base:,.15g}, which passes at every distance."
+    )
+
+
+def _of_scaling(result: Recommendation) -> Iterator[str]:
+    name, factor = result.recommended.schedule, result.recommended.params["factor"]
+    unseen = {option.method: f"{option.unseen:.0%}" for option in result.options}
+    schedule = result.spec.schedule
+    scaled = "" if schedule == "default" else f" and scaled by {schedule}"
+    yield f"The weights were trained at {result.trained:,} tokens{scaled}."
+    if "none" in unseen:
+        scaled = f", with {name} {unseen[name]}" if name in unseen else ""
+        yield (
+            f"Without scaling, {unseen['none']} of the angles at {result.context:,} tokens did not "
+            f"occur in training{scaled}."
+        )
+    yield (
+        f"Use {name} with factor {factor:g}. If you can, fine-tune on long documents (a few "
+        "hundred steps are common); without it expect some loss."
+    )
+    if factor > 40:
+        yield "Few models use a factor above 40: consider several steps, with tuning in between."
