@@ -29,7 +29,7 @@ from .blackbox.forms import (
     first_that_works,
     form_of,
 )
-from .blackbox.probe import UNITS, Box, Finding, one_line
+from .blackbox.probe import UNITS, Box, Finding, in_rad, one_line
 from .kernels import Numbers as Array
 from .spec import Rotary, check_whole
 from .strict_json import JSON
@@ -47,7 +47,8 @@ class Identification(Answer):
     amplitude     the number that multiplies cos and sin (attention factor)
     inv_freq      (pairs,) float64, rad per token, as measured; None if unknown or given by tables
     arithmetic    what the angles are computed in: "exact", "float32 angles", "bfloat16 positions"
-    right_up_to   the largest probed position up to which angles are right to 1e-3 rad
+    right_up_to   the largest probed position up to which angles are right to `right_to`
+    right_to      rad: 1e-3, and more where x or the tables are of 16 bits, which hide an error
     probed_up_to  the largest position at which the function returned a result
     tables        of f(q, k, cos, sin): "tile" for cat(c, c), "repeat" for repeat_interleave(c, 2),
                   "half" for c alone; None for f(x, positions)
@@ -81,8 +82,9 @@ class Identification(Answer):
         if self.tables:
             lines[0] += f", tables given: {self.tables} (frequencies are the caller's)"
         if self.right_up_to is not None:
-            lines.append(f"angles: {self.arithmetic}; right to 1e-3 rad up to position "
-                         f"{self.right_up_to:,}, probed up to {self.probed_up_to:,}")  # fmt: skip
+            right = f"right to {in_rad(self.right_to or 0.0)} rad up to position"
+            lines.append(f"angles: {self.arithmetic}; {right} {self.right_up_to:,}, probed up to "
+                         f"{self.probed_up_to:,}")  # fmt: skip
         lines += [f"{finding.code}: {finding.text}" for finding in self.findings]
         return "\n  ".join(lines if len(lines) > 1 or not self.is_rotation else [*lines, "plain"])
 
@@ -282,7 +284,8 @@ def _with_tables(
             continue
         result = dataclasses.replace(
             _with_differences(boxes, answers), tables=order,
-            inv_freq=None, arithmetic=None, right_up_to=None, probed_up_to=None,
+            inv_freq=None, arithmetic=None, right_up_to=None, right_to=None,
+            probed_up_to=None,
         )  # fmt: skip
         for answer in answers:
             measured = np.zeros(0) if answer.inv_freq is None else answer.inv_freq

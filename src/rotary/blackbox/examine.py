@@ -23,7 +23,7 @@ from .pairs import (
     unwrapped_frequencies,
     wrapped,
 )
-from .probe import MAX_INDEXED, UNITS, Box, Finding, check, length_dependence
+from .probe import MAX_INDEXED, UNITS, Box, Finding, check, in_rad, length_dependence
 
 RIGHT = 1e-3  # rad
 FIT_NOISE = 4  # how many times the noise of an angle a schedule may be off at the last position
@@ -47,6 +47,7 @@ class Answer:
     inv_freq: Array | None = None
     arithmetic: str | None = None
     right_up_to: int | None = None
+    right_to: float | None = None
     probed_up_to: int | None = None
 
 
@@ -349,6 +350,7 @@ def _with_precision(
     of_fit = FIT_NOISE * turning.noise / rates.last  # per token; frequencies are not known better
     wrong = middles[error > RIGHT + ANGLE_NOISE.get(box.dtype, 0.0) + of_fit * middles]
     right = int(wrong.min()) // 2 if len(wrong) else probed
+    right_to = RIGHT + ANGLE_NOISE.get(box.dtype, 0.0) + of_fit * right
 
     safe, count = middles <= rates.last, len(rates.inv_freq)
     angles = (numbers[safe] + rates.offset).reshape(-1, count), measured[safe].reshape(-1, count)
@@ -360,7 +362,11 @@ def _with_precision(
         kinds = ("float32 running product",)
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
-    until = f", off by more than 1e-3 rad at some positions above {right:,}" if len(wrong) else ""
+    until = (
+        f", off by more than {in_rad(right_to)} rad at some positions above {right:,}"
+        if len(wrong)
+        else ""
+    )
     findings = [
         Finding(kind.replace(" ", "_"), f"computed with {kind}{until}")
         for kind in kinds
@@ -380,5 +386,6 @@ def _with_precision(
         findings=(*answer.findings, *findings),
         arithmetic=", ".join(kinds) or "unknown",
         right_up_to=right,
+        right_to=right_to,
         probed_up_to=probed,
     )

@@ -130,6 +130,16 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
+def in_rad(angle: float) -> str:
+    """Return an angle as text of two digits.
+
+    >>> in_rad(0.0010003), in_rad(0.0213)
+    ('1e-3', '2.1e-2')
+    """
+    digits, exponent = f"{angle:.1e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
 def sample(box: Box, batch: int, heads: int, seq: int, seed: int = 0) -> Array:
     """Return x (batch, heads, seq, head_dim) of numbers that every float type holds exactly."""
     shape = (batch, heads, seq, box.head_dim)
