@@ -100,6 +100,10 @@ MISTAKES = {
     "cos and sin swapped": ({"cos": np.sin, "sin": np.cos}, ("cos_sin_swapped",), "swapped", ...),
     "a doubled angle": ({"inv_freq": 2 * LADDER}, ("frequencies_multiplied",),
                         "2 times that of base 10000", ...),
+    **{f"{name} times the angle": ({"at": lambda p, by=by: p * by}, ("frequencies_multiplied",),
+                                   f"every angle is {name} times that of base 10000", ...)
+       for name, by in (("1.000001", 1.000001), ("3", 3.0), ("4", 4.0), ("5.5", 5.5), ("8", 8.0),
+                        ("40", 40.0), ("6.283185307", 2 * np.pi))},
     "tiled tables": ({"turn": adjacent}, WRONG_LAYOUT, "needs repeat_interleave", None),
     "repeated tables": ({"tiled": False}, WRONG_LAYOUT, "needs cat", None),
     "one pair twice": ({"inv_freq": TWICE}, ("duplicate_frequency", "off_ladder"),
@@ -204,6 +208,76 @@ def test_channels_outside_the_slice_that_are_changed():
     found = identify(careless, D)
     assert found.codes == ("scales_the_rest",)
     assert found.spec == Rotary(head_dim=D, rotary_dim=32)
+
+
+def test_angles_beyond_half_a_turn_give_the_factor_and_its_spec():
+    for by in (4.0, 2 * np.pi):
+        found = identify(partial(rope, at=lambda p, by=by: p * by), D, form="positions")
+        assert (found.spec.schedule, found.spec.base) == ("linear", 10_000.0)
+        assert found.spec.params["factor"] == pytest.approx(1 / by, rel=1e-12)
+        assert (found.arithmetic, found.right_up_to) == ("exact", 2**20)
+        assert ("2 pi" in found.findings[0].text) == (by != 4)
+    few = identify(partial(rope, at=lambda p: p * 5.0, angles=F32), D, form="positions")
+    assert (few.spec.schedule, few.spec.params["factor"]) == ("linear", 0.2)
+
+
+def test_frequencies_that_no_factor_explains_are_not_called_multiplied():
+    backwards = LADDER.copy()
+    backwards[:3] = -2.2, 2.9, 2.2
+    found = identify(partial(rope, inv_freq=backwards), D, form="positions")
+    assert "frequencies_multiplied" not in found.codes
+    assert "more than half a turn" in found.findings[0].text
+
+
+def cos_alone(x, positions, inv_freq=LADDER, factor=1.0):
+    cos = factor * np.cos(positions.astype(np.float64)[:, None] * inv_freq)
+    return (x * np.concatenate([cos, cos], -1)).astype(x.dtype)
+
+
+def without_rotate_half(x, positions):
+    angle = positions.astype(np.float64)[:, None] * np.concatenate([LADDER, LADDER])
+    return (x * np.cos(angle) + x * np.sin(angle)).astype(x.dtype)
+
+
+def log_n(x, positions):
+    return (x * (np.log(positions + 2) / np.log(2048))[:, None]).astype(x.dtype)
+
+
+def growing(x, positions):
+    """Has c(2p) = 2 c(p)^2 - 1 as a cosine has, and is none."""
+    return (x * np.cosh(np.minimum(positions * 0.01, 20.0))[:, None]).astype(x.dtype)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize("rounded", [same, BF16])
+def test_a_missing_sin_is_named_for_cosines(factor, rounded):
+    fn = partial(cos_alone, inv_freq=rounded(LADDER), factor=factor)
+    assert identify(fn, D, form="positions").codes == ("sin_missing",)
+    as_bf16 = partial(rope, sin=np.zeros_like, tables=BF16)
+    assert identify(as_bf16, D, form="positions").codes == ("sin_missing",)
+
+
+@pytest.mark.parametrize("fn", [without_rotate_half, log_n, growing])
+def test_a_multiplier_that_is_no_cosine_has_no_name(fn):
+    found = identify(fn, D, form="positions")
+    assert (found.spec, found.codes) == (None, ("position_scale",))
+
+
+def test_a_function_of_16_bits_is_right_to_what_these_hide():
+    torch = pytest.importorskip("torch")
+    ladder = torch.from_numpy(LADDER).float()
+
+    def fn(x, positions):
+        angle = positions.float()[:, None] * ladder.bfloat16().float()
+        cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (angle.cos(), angle.sin()))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    for dtype, right_to, text in (("float32", 1e-3, "1e-3"), ("bfloat16", 5e-3, "5e-3")):
+        found = identify(fn, D, dtype=dtype, library="torch", form="positions")
+        assert found.right_to == pytest.approx(right_to, rel=0.02)
+        assert f"right to {text} rad up to position" in str(found)
+        assert f"off by more than {text} rad" in found.findings[-1].text
 
 
 def test_channels_that_are_mixed():

@@ -165,7 +165,7 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
     pairs = turning.pairs
     if pairs.skew > 1e-4 + 4 * UNITS[box.dtype]:
         return Answer(None, (*findings, *_unequal_channels(turning, box.num_axes)))
-    if (lost := no_angle(pairs, 4 * turning.noise + 1e-5)) is not None:
+    if (lost := no_angle(pairs, turning.numbers, 4 * turning.noise + 1e-5)) is not None:
         return Answer(None, (*findings, lost))
     amplitude, uneven = _amplitude(turning)
     findings = findings + uneven

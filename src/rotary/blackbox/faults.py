@@ -15,6 +15,7 @@ from .pairs import Pairs, wrapped
 from .probe import Finding
 
 Array = npt.NDArray[np.float64]
+NEAR = 64  # positions around which neighbours are told apart in every float type
 
 
 # code, text, and the exponent (from rotary_dim, head_dim) that makes the measured base a usual one
@@ -62,8 +63,9 @@ def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[F
     if name == "linear":
         factor = explained.params["factor"]
         if factor < 1:
-            text = f"every angle is {1 / factor:.6g} times that of base {base:g}"
+            text = f"every angle is {1 / factor:.10g} times that of base {base:g}"
             twice = ": it is rotated twice" if factor == 0.5 else ""
+            twice = ": that is 2 pi" if math.isclose(factor * math.tau, 1) else twice
             findings.append(Finding("frequencies_multiplied", text + twice))
         findings += _odd_factor(factor, base, d)
     if name in ("default", "linear") and base not in BASES:
@@ -103,7 +105,8 @@ def _odd_list(measured: Measured) -> list[Finding]:
                             f"{base:g}: 1 / inv_freq (MLX's freqs) is taken for inv_freq, or the "
                             "minus of the exponent is missing")]  # fmt: skip
     if (size < 0).any():
-        findings.append(Finding("mixed_directions", "some pairs rotate in the other direction"))
+        findings.append(Finding("mixed_directions", "some pairs rotate in the other direction, "
+                                "or by more than half a turn per token"))  # fmt: skip
     same = (np.abs(size[:, None] - size) <= measured.noise + 3e-7 * np.abs(size)) & (size != 0)
     twins = np.argwhere(np.triu(same, 1)).tolist()
     if twins and measured.num_axes == 1:
@@ -123,6 +126,23 @@ def _odd_list(measured: Measured) -> list[Finding]:
                 Finding("off_ladder", f"all pairs but {others} follow base {base:g}"),
             ]
     return findings
+
+
+def _are_cosines(values: Array, numbers: Array, allowed: float) -> bool:
+    """Whether values (runs, 3, pairs) at positions are a number times cos(position x frequency).
+
+    Then c(2p) = 2 c(p)^2 - 1, also of rounded angles, and c(p - 1) + c(p + 1) = 2 c(p) c(1).
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cos = values / values[0, 0]
+    if not (np.abs(cos) <= 1 + allowed).all():
+        return False
+    middle, near = cos[:, 1], numbers[:, 1] <= NEAR
+    doubled = numbers[1:, 1] == 2 * numbers[:-1, 1]  # the next run may be of another axis
+    off = np.abs(middle[1:] - (2 * middle[:-1] ** 2 - 1))[doubled]
+    first = middle[np.maximum.accumulate(np.where(numbers[:, 1] == 1, np.arange(len(cos)), 0))]
+    steps = np.abs(cos[:, 0] + cos[:, 2] - 2 * middle * first)[near]
+    return bool((off <= 8 * allowed).all() and (steps <= 8 * allowed).all())
 
 
 def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
@@ -169,16 +189,18 @@ def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:
     return None
 
 
-def no_angle(pairs: Pairs, allowed: float) -> Finding | None:
+def no_angle(pairs: Pairs, numbers: Array, allowed: float) -> Finding | None:
     """Return the published fault that makes cos and sin not those of one angle, if there is one.
 
+    numbers  (runs, 3) the positions of the blocks of the pairs
     allowed  how far cos and sin may be off
     """
     cos, sin = pairs.cos, pairs.sin
     if not pairs.blocks.any():
         return Finding("zeros", "the rotated channels become 0: cos and sin are 0, as in buffers "
                        "that were never filled")  # fmt: skip
-    if np.abs(sin).max() <= allowed and np.abs(cos - cos[0, 0]).max() > allowed:
+    is_alone = np.abs(sin).max() <= allowed and np.abs(cos - cos[0, 0]).max() > allowed
+    if is_alone and _are_cosines(cos, numbers, allowed):
         return Finding("sin_missing", "pairs are multiplied by cos and sin is missing: a complex "
                        "table cast to a real type loses it")  # fmt: skip
     if max(np.abs(cos).max(), np.abs(sin).max()) < 1:  # position 0 has cos(cos(0)), not cos(0) = 1

@@ -17,6 +17,7 @@ from ..analysis.precision import round_to
 from ..kernels import Numbers as Array
 from ..schedules import SCHEDULES
 from ..strict_json import JSON
+from .pairs import wrapped
 
 # rope_theta of released models; a base that is not round may be derived from one of them
 BASES = (1e4, 5e5, 1e6, 1e5, 1.5e5, 1e7, 5e6, 2e6, 1.2e7, 4e4, 1.6e5, 8e6, 2.5e5)
@@ -66,12 +67,39 @@ def fit(measured: Measured) -> Fit:
             computed = _computed(*candidate, measured.rotary_dim)
             if computed and _matches(computed, measured, level):
                 return computed
+    if multiplied := _beyond_half_a_turn(measured):
+        return multiplied
     if abs(measured.amplitude - 1) <= measured.amplitude_noise:
         params = {"inv_freq": measured.inv_freq.tolist()}
         return Fit("custom", 10_000.0, params, measured.inv_freq)
     plain = fit(measured._replace(amplitude=1.0))  # no schedule has this amplitude
     params = {"inv_freq": plain.inv_freq.tolist(), "attention_factor": measured.amplitude}
     return plain._replace(schedule="custom", base=10_000.0, params=params)
+
+
+def _beyond_half_a_turn(measured: Measured) -> Fit | None:
+    """Return the plain ladder times n > pi that has these frequencies modulo a turn, or None.
+
+    The last quarter of the pairs, which turns less than half a turn per token, gives base and n.
+    """
+    size, count = measured.inv_freq, len(measured.inv_freq)
+    index, slow = np.arange(count), slice(-max(2, count // 4), None)
+    if count < 4 or not (np.diff(size[slow], prepend=math.pi) < 0).all() or size[-1] <= 0:
+        return None
+    slope, level = np.polyfit(index[slow], np.log(size[slow]), 1, w=size[slow])
+    for base in rounded(math.exp(min(700.0, max(0.0, -slope * count))), range(1, 5)):
+        scale = float((size * base ** (index / count))[slow][0])
+        if abs(math.log(scale) - level) > 1e-2 or scale <= math.pi:
+            continue
+        turn = [math.tau] if abs(scale / math.tau - 1) < 1e-6 else []
+        for times in (*turn, *rounded(scale, range(1, 8))):
+            computed = _computed("linear", base, {"factor": 1 / times}, measured.rotary_dim)
+            if computed is None or abs(measured.amplitude - 1) > measured.amplitude_noise:
+                continue
+            off = wrapped(computed.inv_freq - size)
+            if (np.abs(off) <= measured.noise + FLOAT32_RATIO * computed.inv_freq).all():
+                return computed
+    return None
 
 
 def _computed(name: str, base: float, params: dict[str, JSON], rotary_dim: int) -> Fit | None:

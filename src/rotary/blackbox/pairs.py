@@ -85,6 +85,9 @@ def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
     guesses += [("half", "half", size), ("interleaved", "interleaved", size)]
     guesses += [("interleaved", "half", size), ("half", "interleaved", size)]
     for layout, out_layout, rotary_dim in guesses:
+        before = int(channels[-1]) + 1 - rotary_dim  # where the first pair turns by whole turns
+        if out_layout == layout == "half" and start % 2 and 0 <= before < start:
+            start = before
         if start + rotary_dim > head_dim:
             continue
         pairs = Pairs(layout, out_layout, start, rotary_dim, matrices)
