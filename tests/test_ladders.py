@@ -289,6 +289,29 @@ def test_the_command_writes_what_it_prints(main, tmp_path):
         assert row["error"] >= found["error"] - 1e-12
 
 
+@pytest.mark.parametrize("length", [512, 4096])
+def test_the_command_writes_for_a_model_with_a_trained_length_of_its_own(main, tmp_path, length):
+    """Phi-3 was trained at 4096: another length failed, after the search."""
+    config, out = Path(LLAMA_2).with_name("phi-3.5-mini.json"), tmp_path / "new.json"
+    arguments = ("design", "--length", str(length), "--keep", "64", "--from", str(config))
+    found = document(main(*arguments, "--starts", "1", "--out", str(out), "--json"))
+    spec = Rotary.from_dict(found["spec"])
+    np.testing.assert_allclose(
+        inv_freq(from_hf_config(out))[0], spec.params["inv_freq"], rtol=1e-14
+    )
+
+
+def test_the_command_refuses_a_config_before_the_search(main, tmp_path, monkeypatch):
+    monkeypatch.setattr("rotary.analysis.ladders.design", lambda *_, **__: pytest.fail("searches"))
+    config, out = tmp_path / "config.json", tmp_path / "new.json"
+    config.write_text('{"model_type": "ernie4_5_vl_moe_text", "max_position_embeddings": 256}')
+    done = main(
+        "design", "--length", "512", "--keep", "64", "--from", str(config), "--out", str(out)
+    )
+    assert_refused(done, "axes")
+    assert not out.exists()
+
+
 def test_the_command_tells_every_method(main):
     shown = main("design", "--length", "256", "--head-dim", "32", "--keep", "64").out
     assert "proved at every distance to 256" in " ".join(shown.split())

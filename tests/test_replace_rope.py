@@ -11,7 +11,8 @@ import torch
 from libraries import of_transformers
 
 from rotary import Rotary, from_hf_config, inv_freq
-from rotary.configs import layer_types, replace_rope
+from rotary.configs import as_longrope, layer_types, replace_rope
+from rotary.programs import readings
 
 pytest.importorskip("transformers")
 from huggingface_hub.errors import StrictDataclassClassValidationError
@@ -86,9 +87,30 @@ def test_a_part_and_the_names_of_a_model():
     assert (new["rotary_emb_base"], "rope_theta" in new) == (2e6, False)
 
 
+def test_a_trained_length_is_written_where_the_model_reads_it():
+    """Phi-3 reads the one beside its rope parameters, which has a default in its class."""
+    phi = json.loads((Path(__file__).parent / "configs" / "phi-3.5-mini.json").read_text())
+    silent = {name: value for name, value in phi.items() if name[:8] != "original"}
+    for config in (phi, silent):
+        spec = as_longrope(Rotary(head_dim=96, base=5e5), 8192)
+        new = replace_rope(config, spec, 8192)
+        assert new["original_max_position_embeddings"] == 8192
+        assert from_hf_config(new) == spec
+        assert {each.attention_factor for each in readings(new) if each.attention_factor} == {1.0}
+
+
+def test_an_error_of_long_lists_is_one_short_line():
+    spec = as_longrope(Rotary(head_dim=96, base=5e5, layout="interleaved"), 8192)
+    with pytest.raises(
+        ValueError, match="read with layout 'half' instead of 'interleaved'"
+    ) as told:
+        replace_rope({"model_type": "llama", "head_dim": 96}, spec, 8192)
+    assert len(str(told.value)) < 200
+
+
 def test_what_the_keys_of_a_model_cannot_say():
     llama = {"model_type": "llama", "head_dim": 64}
-    with pytest.raises(ValueError, match="cannot express this RoPE: it would be read as Rotary"):
+    with pytest.raises(ValueError, match="would be read with head_dim 64 instead of 128"):
         replace_rope(llama, Rotary(head_dim=128), 4096)
     esm = {"model_type": "esm", "head_dim": 64, "position_embedding_type": "rotary"}
     spec = dataclasses.replace(from_hf_config(esm), **CHANGES["yarn"])

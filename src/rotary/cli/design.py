@@ -1,6 +1,7 @@
 """The command that finds frequencies for a wanted decay."""
 
 import csv
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,6 +105,9 @@ def design(
         raise ValueError("--head-dim and --base cannot be used with --from: the config has them")
     else:
         spec = read_spec(config, layer_type, part)
+    if out is not None and config is not None:  # before the search: can this config say a result?
+        plain = dataclasses.replace(spec, schedule="default", params={})
+        replace_rope(config, as_longrope(plain, length), length, layer_type, part=part)
     wanted = _wanted(spec, length, keep, at_least, until, power, scale, at_most, curve)
     with bar("searching frequencies") as progress:
         result = ladders.design(

@@ -3,11 +3,13 @@
 import copy
 import dataclasses
 import math
+from itertools import islice
 
 from ..angles import inv_freq
 from ..schedules import depends_on_length, grown_base
 from ..spec import Rotary
 from ..strict_json import JSON
+from ..words import brief
 from .entries import choose, layer_types, part_inside, part_key
 from .files import load
 from .hf import TYPES, check_read, from_hf_config, needs_head_dim
@@ -231,11 +233,14 @@ def replace_rope(
         inner["rope_parameters"][layer_type] = rope
     else:
         inner["rope_parameters"] = rope
+    trained = "original_max_position_embeddings"
+    if trained in rope and (trained in inner or trained in entry.model):  # Phi-3 reads that one
+        inner[trained] = rope[trained]
     read_back = from_hf_config(document, layer_type, part=part)
     if read_back != spec:
         raise ValueError(
             f"a config of model_type {entry.model_type!r} cannot express this RoPE: it would be "
-            f"read as {read_back} instead of {spec}"
+            f"read with {_differences(read_back, spec)}"
         )
     for other in layer_types(document, part=part):
         kept = from_hf_config(config, other, part=part)
@@ -245,6 +250,17 @@ def replace_rope(
                 f"those of {layer_type!r}; write rope_parameters nested by layer type instead"
             )
     return document
+
+
+def _differences(one: Rotary | None, other: Rotary) -> str:
+    """Return the fields of two specs that differ, in a few words."""
+    if one is None:
+        return "no rotation"
+    had, wanted = ({**each.to_dict(), **each.to_dict()["params"]} for each in (one, other))
+    names = [name for name in {**had, **wanted} if had.get(name) != wanted.get(name)]
+    shown = (f"{name} {brief(had.get(name)):.40} instead of {brief(wanted.get(name)):.40}"
+             for name in names if name != "params")  # fmt: skip
+    return ", ".join(islice(shown, 3))
 
 
 def _part_of(document: dict[str, JSON], part: str | None) -> dict[str, JSON]:
