@@ -66,7 +66,7 @@ def test_the_length_of_training_is_that_before_scaling():
         unseen_share(Rotary(head_dim=128, base=5e5), 8192, found.spec, 131071)
     )
     assert 0.1 < found.unseen < 0.3
-    assert f"{found.unseen:.0%} of the angles" in found.verdict
+    assert f"{found.unseen:.1%} of the angles" in found.verdict
 
 
 def test_a_scaling_that_covers_the_length_shows_no_new_angle():

@@ -23,6 +23,7 @@ from .spec import Rotary
 from .strict_json import JSON
 
 TOLERANCE = 1e-2  # rad; an angle that is off by more changes a float32 score visibly
+ROUNDING = 1e-9  # a smaller share of angles is rounding
 
 
 class Reach(NamedTuple):
@@ -82,7 +83,7 @@ class Reach(NamedTuple):
             ("lowest B_m / B_0", f"{self.lowest:.4f} at distance {self.lowest_distance:,}"),
             ("critical dimension", f"{self.critical_dimension} of {2 * self.pairs} channels"),
             ("pairs with less than one turn in training", f"{self.never_turning} of {self.pairs}"),
-            ("angles not seen in training", f"{self.unseen:.1%} up to {self.length:,} tokens"),
+            ("angles not seen in training", f"{_share(self.unseen)} up to {self.length:,} tokens"),
             ("longest wavelength", f"{self.longest_wavelength:,.0f} tokens"),
             ("float32 angles", f"within 1e-2 rad up to position {self.float32_positions:,}"),
         ]
@@ -208,21 +209,23 @@ def _sentences(result: Reach) -> Iterator[str]:
             "retrieval over such distances is weak."
         )
     if result.still_pairs:
+def _share(unseen: float) -> str:
+    """Return a share of angles as text, which is 0.0% only if there is none."""
+    return "less than 0.1%" if ROUNDING < unseen < 5e-4 else f"{unseen:.1%}"
+
+
         yield f"{result.still_pairs:g} pairs of channels are not rotated, at any distance."
     if not result.never_turning:
         yield f"Every pair made a whole turn in the {result.trained:,} tokens of training."
     else:
-        new = (
-            f"{result.unseen:.0%} of the angles did not"
-            if result.unseen > 0.005
-            else "every angle did"
-        )
+        share, is_new = _share(result.unseen), result.unseen > ROUNDING
+        new = f"{share} of the angles did not" if is_new else "every angle did"
         yield (
             f"{result.never_turning} of {result.pairs} pairs made less than one turn in the "
             f"{result.trained:,} tokens of training (critical dimension "
             f"{result.critical_dimension}); up to {result.length:,} tokens {new} occur there."
         )
-        if result.unseen > 0.005:
+        if is_new:
             yield "The model can learn these only by fine-tuning at that length."
     if result.float32_positions < result.length:
         yield (
