@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rotary import Rotary, inv_freq
+from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.extension import unseen_share
 from rotary.reach import Reach, distances_to, reach, reaches
 
@@ -168,3 +168,52 @@ def test_distances_go_in_ones_twos_and_fives():
     assert distances_to(1).tolist() == [1]
     assert distances_to(20).tolist() == [1, 2, 5, 10, 20]
     assert distances_to(4096).tolist()[-3:] == [1000, 2000, 4096]
+
+
+@pytest.mark.parametrize(("length", "share"), [(4150, "0.4%"), (4100, "less than 0.1%")])
+def test_the_table_and_the_verdict_tell_one_share_of_new_angles(length, share):
+    """Their thresholds differed: "0.4%" beside "every angle did occur there"."""
+    found = reach(LLAMA_2, length, 4096)
+    assert dict(found.rows())["angles not seen in training"].startswith(f"{share} up to")
+    assert f"{share} of the angles did not occur there" in found.verdict
+    assert "every angle" not in found.verdict
+
+
+@pytest.mark.parametrize(("name", "rest"), [
+    ("deepseek-v2-lite", 128), ("deepseek-v3", 128), ("kimi-k2", 128), ("minicpm3-4b", 64),
+    ("mistral-small-4-119b", 64), ("glm-5.1", 192),
+])  # fmt: skip
+def test_of_latent_attention_the_channels_that_rest_count(name, rest):
+    """Of the rotated part alone, deepseek-v3 would have 33,457 failures, the first at 4,119."""
+    path = CONFIGS / f"{name}.json"
+    found = reaches(path)[None]
+    spec = from_hf_config(path)
+    assert found.spec == spec
+    assert found.still_pairs == rest / 2
+    length = min(found.length, 8192)
+    cos = np.cos(np.arange(1, length + 1)[:, None] * np.abs(inv_freq(spec, found.length)[0]))
+    alike = cos.sum(1) + rest / 2
+    assert (alike >= 0).all()
+    assert (found.first_failure, found.failures) == (None, 0)
+    part = reach(spec, length, nope_head_dim=rest)
+    assert part.lowest == pytest.approx(
+        (np.cos(part.lowest_distance * np.abs(inv_freq(spec, length)[0])).sum() + rest / 2)
+        / ((spec.head_dim + rest) / 2)
+    )
+
+
+def test_only_a_model_that_reads_the_unrotated_channels_has_them():
+    data = {"model_type": "llama", "head_dim": 64, "qk_nope_head_dim": 128}
+    assert reaches(data, length=4096)[None].still_pairs == 0
+    silent = {"model_type": "deepseek_v3"}  # its class has 128
+    assert reaches(silent, length=4096)[None].still_pairs == 64
+    with pytest.raises(ValueError, match="qk_nope_head_dim must be a whole number"):
+        reaches({**silent, "qk_nope_head_dim": 0.5}, length=4096)
+
+
+@pytest.mark.parametrize(("more", "rest"), [({}, 192), ({"swa_qk_nope_head_dim": 24}, 24)])
+def test_layer_types_have_unrotated_channels_of_their_own(more, rest):
+    kinds = ["indexed_attention", "sliding_attention"]
+    data = {"model_type": "dots3_note_text", "layer_types": kinds, "sliding_window": 512, **more}
+    found = reaches(data)
+    assert [found[kind].still_pairs for kind in kinds] == [64, rest / 2]

@@ -108,7 +108,7 @@ CODE: dict[str, dict[str, Any]] = {
     },
     "mistral4": {
         **MIXED, "layout_key": "rope_interleave", "head_dim": 64, "plain_head_dim": "with the rest",
-        "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None, "qk_nope_head_dim": 64,
+        "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
         "only": ["yarn", "linear", "dynamic", "longrope", "llama3"],  # default takes a whole head
     },
     **dict.fromkeys(
@@ -192,8 +192,12 @@ CODE: dict[str, dict[str, Any]] = {
         **MIXED, "head_dim": 64, "names": {"head_dim": "qk_rope_head_dim"}, SHARE: None,
         "layer_names": {
             "indexed_attention": {THETA: THETA},
-            "sliding_attention": {THETA: "swa_rope_theta", "head_dim": "swa_qk_rope_head_dim"},
+            "sliding_attention": {
+                THETA: "swa_rope_theta", "head_dim": "swa_qk_rope_head_dim",
+                "qk_nope_head_dim": "swa_qk_nope_head_dim",
+            },
         },
+        "layers": {"sliding_attention": {"qk_nope_head_dim": 192}},
         "scaled_layers": ["indexed_attention", "sliding_attention"], "flat": True,
         "plain_head_dim": "ignored", "needed": [THETA],
     },
@@ -570,6 +574,8 @@ def entry(config: Any, rotary: type | None = None, source: str = "") -> dict[str
     if names:
         says["names"] = names
     own = config.to_dict()
+    if (plain := own.get("qk_nope_head_dim")) is not None:  # of latent attention: not rotated
+        says["qk_nope_head_dim"] = plain
     if lists := [key for key in LISTS if key in own]:
         says["lists"] = lists
     for key, value in SWITCHES.get(config.model_type, {}).items():

@@ -115,7 +115,7 @@ def gallery_picture() -> Figure:
     rows = {name: reaches(CONFIGS / f"{name}.json")[None] for name in (*plain, *others, *older)}
     for kind, layer in reaches(CONFIGS / "gemma-3-27b.json").items():
         rows[f"gemma-3-27b, {kind.removesuffix('_attention')}"] = layer
-    specs = {name: layer.spec for name, layer in rows.items()}
+    specs = {name: layer.head for name, layer in rows.items()}
     return plots.gallery(specs, seq_len={name: layer.length for name, layer in rows.items()})
 
 

@@ -271,9 +271,9 @@ def models(bar: Progress) -> Iterator[str]:
         "F is searched up to 2^20. The length is max_position_embeddings, or the window of a layer",
         "with a sliding window; rows that depend on it are scaled for it. Lowest is the smallest",
         "B_m / n up to that length, 1 at distance 0. Channels that are not rotated count as pairs",
-        "that stand still; a head that is split in a rotated and a plain part (DeepSeek, Kimi) is",
-        "the rotated part alone. The critical dimension counts the channels that turn more than",
-        "once in the length before any scaling. Configs are those of [models.md](../models.md).",
+        "that stand still; those of latent attention (DeepSeek, Kimi) beside the rotated part of a",
+        "head count too. The critical dimension counts the channels that turn more than once in",
+        "the length before any scaling. Configs are those of [models.md](../models.md).",
         "",
     )
     heads = [
@@ -285,7 +285,7 @@ def models(bar: Progress) -> Iterator[str]:
 
 def model_row(name: str, kind: str | None, layer: Reach) -> list[str]:
     """The cells of one layer type."""
-    spec = layer.spec
+    spec = layer.head
     first = first_failure(spec, 2**20, seq_len=layer.length)
     factor = spec.params.get("factor")
     return [

@@ -10,7 +10,7 @@ from itertools import count
 from .analysis.bounds import failures, first_failure
 from .analysis.extension import Row, compare, stretched_further
 from .analysis.search import min_base, safe_base
-from .analysis.spectrum import before_scaling, whole_number
+from .analysis.spectrum import before_scaling, whole_head, whole_number
 from .configs import Config, choose
 from .configs.hf import rotary_of
 from .configs.hf_writing import as_model_reads, model_keys, rope_keys
@@ -26,11 +26,17 @@ UNSEEN = 0.01  # share of angles not seen in training, above which another metho
 
 
 def recommend(
-    context: int, spec: Rotary, trained: int, *, advertised: int | None = None
+    context: int,
+    spec: Rotary,
+    trained: int,
+    *,
+    advertised: int | None = None,
+    nope_head_dim: int = 0,
 ) -> Recommendation:
     """Recommend how trained weights reach `context` tokens, without the slow search for bases.
 
     The recommendation is that of `plan` for trained weights; so are the arguments and errors.
+    nope_head_dim  channels of a head beside those of `spec`: qk_nope_head_dim of latent attention
 
     >>> found = recommend(32768, Rotary(head_dim=128), 4096)  # Llama 2
     >>> found.action, found.recommended.schedule, found.recommended.params["factor"]
@@ -39,14 +45,16 @@ def recommend(
     _check(context, spec)
     reached = _reached(spec, trained, advertised)
     if context <= reached:
-        return _recommendation(context, trained, spec, spec)
+        kept = _recommendation(context, trained, spec, spec, nope_head_dim=nope_head_dim)
+        length = max(context, advertised or trained)  # LongRoPE's amplitude is from it
+        return kept._replace(rope_parameters=rope_keys(spec, length))
     original = before_scaling(spec)
     options: tuple[Row, ...] = ()
     if original.schedule == "default":  # no method stretches linear, ntk and proportional
         plain = dataclasses.replace(original, axes=())
-        options = tuple(compare(plain, trained, context))
+        options = tuple(compare(plain, trained, context, nope_head_dim=nope_head_dim))
     recommended = _scaled(spec, context, context / reached, options)
-    return _recommendation(context, trained, spec, recommended, options)
+    return _recommendation(context, trained, spec, recommended, options, nope_head_dim)
 
 
 def plan(
@@ -113,8 +121,13 @@ def recommend_layers(
     """
     _check(context, spec)
     seen = max(2, visible(context, entry))
-    advice = recommend(seen, spec, trained, advertised=advertised)
-    read = as_model_reads(entry, advice.recommended, context)
+    advice = recommend(
+        seen, spec, trained, advertised=advertised, nope_head_dim=entry.nope_head_dim
+    )
+    length = context
+    if advice.action == "keep" and entry.context:
+        length = entry.context if spec.depends_on_length else max(context, entry.context)
+    read = as_model_reads(entry, advice.recommended, length)
     reason = advice.reason
     if seen < context:
         reason += f" These layers see no farther than their window, {seen:,} tokens."
@@ -157,7 +170,8 @@ def _with_bases(
 ) -> Plan:  # fmt: skip
     """Search both bases, and return them with the advice; without weights, advise the safe one."""
     tell = progress or (lambda share: None)
-    head, rotary_dim = spec.head_dim, spec.rotary_dim
+    head = spec.head_dim + (advice.nope_head_dim if advice else 0)
+    rotary_dim = spec.rotary_dim
     least = min_base(
         context, head, rotary_dim=rotary_dim, executor=executor,
         progress=lambda share: tell(_MIN_BASE_SHARE * share),
@@ -185,16 +199,17 @@ def _check(context: int, spec: Rotary) -> None:
 
 def _recommendation(
     context: int, trained: int | None, spec: Rotary, recommended: Rotary,
-    options: tuple[Row, ...] = (),
+    options: tuple[Row, ...] = (), nope_head_dim: int = 0,
 ) -> Recommendation:  # fmt: skip
     """Build a recommendation, with the failures of the present spec."""
-    failing = failures(spec, context, seq_len=context)
+    failing = failures(whole_head(spec, nope_head_dim), context, seq_len=context)
     action = "keep" if recommended == spec else "base" if trained is None else "scaling"
     first = int(failing[0]) if len(failing) else None
     keys = rope_keys(recommended, context)
     result = Recommendation(
-        context, trained, spec, action, recommended, first, len(failing), options, keys, reason=""
-    )
+        context, trained, spec, action, recommended, first, len(failing), options, keys, "",
+        nope_head_dim,
+    )  # fmt: skip
     return result._replace(reason=" ".join(sentences(result)))
 
 

@@ -15,6 +15,7 @@ from .analysis.spectrum import (
     never_turning,
     still_pairs,
     wavelengths,
+    whole_head,
     whole_number,
 )
 from .configs import Config, choose, layer_types
@@ -22,8 +23,8 @@ from .configs.hf import rotary_of
 from .spec import Rotary
 from .strict_json import JSON
 
-TOLERANCE = 1e-2  # rad; an angle that is off by more changes a float32 score visibly
 ROUNDING = 1e-9  # a smaller share of angles is rounding
+TOLERANCE = 1e-2  # rad; an angle that is off by more changes a float32 score visibly
 
 
 class Reach(NamedTuple):
@@ -37,12 +38,13 @@ class Reach(NamedTuple):
     lowest_distance     where B_m is smallest
     lowest              B_m / B_0 there
     critical_dimension  channels whose pairs turned more than once in `trained` tokens
-    pairs, still_pairs  how many pairs are rotated, and how many are not
+    pairs, still_pairs  how many pairs of the head are rotated, and how many are not
     never_turning       rotated pairs that made less than one turn in `trained` tokens
     unseen              share of the angles up to `length` that the training has not shown
     longest_wavelength  of the slowest pair that turns
     float32_positions   the last position up to which float32 angles are within 1e-2 rad
     verdict             the result in sentences
+    nope_head_dim       channels of the head beside those of `spec`, which are not rotated
     """
 
     spec: Rotary
@@ -60,6 +62,12 @@ class Reach(NamedTuple):
     longest_wavelength: float
     float32_positions: int
     verdict: str
+    nope_head_dim: int = 0
+
+    @property
+    def head(self) -> Rotary:
+        """The RoPE of all channels of the head: that of B_m."""
+        return whole_head(self.spec, self.nope_head_dim)
 
     def to_dict(self) -> dict[str, JSON]:
         """All fields as JSON-ready data.
@@ -90,13 +98,19 @@ class Reach(NamedTuple):
 
 
 def reach(
-    spec: Rotary, length: int, trained: int | None = None, *, original: Rotary | None = None
+    spec: Rotary,
+    length: int,
+    trained: int | None = None,
+    *,
+    original: Rotary | None = None,
+    nope_head_dim: int = 0,
 ) -> Reach:
     """Compute how far a RoPE reaches within `length` tokens.
 
     trained   the length of the training the frequencies come from; default `length`
     original  the RoPE of that training; default `analysis.before_scaling(spec)`, which takes linear
               and ntk as trained
+    nope_head_dim  channels of a head beside those of `spec`: qk_nope_head_dim of latent attention
     Source of B_m: Men et al. (arXiv 2405.14591); of the critical dimension: Liu et al. (arXiv
     2310.05209). Raises ValueError for a length outside 1 .. 2^24.
 
@@ -108,7 +122,8 @@ def reach(
     trained = length if trained is None else whole_number("trained", trained)
     original = before_scaling(spec) if original is None else original
     periods = wavelengths(spec, length)
-    failing, where, least = survey(spec, length, seq_len=length)
+    head = whole_head(spec, nope_head_dim)
+    failing, where, least = survey(head, length, seq_len=length)
     result = Reach(
         spec=spec,
         length=length,
@@ -119,12 +134,13 @@ def reach(
         lowest=least,
         critical_dimension=critical_dimension(original, trained),
         pairs=spec.rotary_dim // 2,
-        still_pairs=still_pairs(spec),
+        still_pairs=still_pairs(head),
         never_turning=int(never_turning(original, trained).sum()),
         unseen=unseen_share(original, trained, spec, length - 1, length),
         longest_wavelength=float(periods[periods < float("inf")].max(initial=0.0)),
         float32_positions=longest_safe_position(spec, TOLERANCE),
         verdict="",
+        nope_head_dim=nope_head_dim,
     )
     return result._replace(verdict=" ".join(_sentences(result)))
 
@@ -156,7 +172,8 @@ def _of_layer(config: Config, length: int | None) -> Reach | None:
     length = advertised if length is None else whole_number("length", length)
     if length is None:
         raise ValueError("the config has no max_position_embeddings; give the length, in tokens")
-    return reach(spec, visible(length, config), trained and visible(trained, config))
+    seen, rest = visible(length, config), config.nope_head_dim
+    return reach(spec, seen, trained and visible(trained, config), nope_head_dim=rest)
 
 
 def distances_to(length: int) -> npt.NDArray[np.int64]:
@@ -192,6 +209,11 @@ def visible(length: int, config: Config) -> int:
     return min(length, config.window or length)
 
 
+def _share(unseen: float) -> str:
+    """Return a share of angles as text, which is 0.0% only if there is none."""
+    return "less than 0.1%" if ROUNDING < unseen < 5e-4 else f"{unseen:.1%}"
+
+
 def _sentences(result: Reach) -> Iterator[str]:
     """Yield the numbers in sentences, with what they do not mean."""
     if result.first_failure is None:
@@ -209,11 +231,6 @@ def _sentences(result: Reach) -> Iterator[str]:
             "retrieval over such distances is weak."
         )
     if result.still_pairs:
-def _share(unseen: float) -> str:
-    """Return a share of angles as text, which is 0.0% only if there is none."""
-    return "less than 0.1%" if ROUNDING < unseen < 5e-4 else f"{unseen:.1%}"
-
-
         yield f"{result.still_pairs:g} pairs of channels are not rotated, at any distance."
     if not result.never_turning:
         yield f"Every pair made a whole turn in the {result.trained:,} tokens of training."

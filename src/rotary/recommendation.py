@@ -26,6 +26,8 @@ class Plan(NamedTuple):
     rope_parameters  the keys of config.json that give `recommended` in transformers: as longrope
                      if the model does not read its schedule
     reason         the reason, in sentences
+    nope_head_dim  channels of a head beside those of `spec`, not rotated: they count in B_m, and so
+                   in all failures and bases (qk_nope_head_dim of latent attention)
     """
 
     context: int
@@ -40,6 +42,12 @@ class Plan(NamedTuple):
     options: tuple[Row, ...]
     rope_parameters: dict[str, JSON]
     reason: str
+    nope_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head, with those that `spec` does not have."""
+        return self.spec.head_dim + self.nope_head_dim
 
     def shown(self, base: float) -> str:
         """Return a base as text of 6 digits or more, rounded up so that the number shown passes.
@@ -49,8 +57,8 @@ class Plan(NamedTuple):
         >>> found.shown(found.min_base.base)
         '7,752.99'
         """
-        spec = self.spec
-        return f"{rounded_up(base, self.context, spec.head_dim, rotary_dim=spec.rotary_dim):,f}"
+        rotary_dim = self.spec.rotary_dim
+        return f"{rounded_up(base, self.context, self.head_dim, rotary_dim=rotary_dim):,f}"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the recommendation and both bases as text: the first table of `rotary plan`.
@@ -105,6 +113,7 @@ class Recommendation(NamedTuple):
     options: tuple[Row, ...]
     rope_parameters: dict[str, JSON]
     reason: str
+    nope_head_dim: int
 
 
 def sentences(result: Recommendation) -> Iterator[str]:

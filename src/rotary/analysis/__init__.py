@@ -53,4 +53,5 @@ from .spectrum import pair_with_turns as pair_with_turns
 from .spectrum import still_pairs as still_pairs
 from .spectrum import turns_completed as turns_completed
 from .spectrum import wavelengths as wavelengths
+from .spectrum import whole_head as whole_head
 from .spectrum import yarn_band as yarn_band

@@ -16,6 +16,7 @@ from .spectrum import (
     check_size,
     frequencies,
     turns_completed,
+    whole_head,
     whole_number,
     whole_numbers,
 )
@@ -169,9 +170,12 @@ def stretched_further(spec: Rotary, growth: float) -> Rotary:
     return dataclasses.replace(spec, params=params)
 
 
-def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
+def compare(spec: Rotary, trained: int, target: int, *, nope_head_dim: int = 0) -> list[Row]:
     """Return one `Row` for each of `methods`, for sequences of `target` tokens.
 
+    nope_head_dim     channels of a head beside those of `spec`: qk_nope_head_dim of latent
+                      attention. They are not rotated, and count in B_m
+    The fields of a row:
     first_failure     first distance in 1 .. target where B_m < 0 (Men et al., arXiv 2405.14591);
                       None: there is none
     failures          how many such distances there are
@@ -191,7 +195,8 @@ def compare(spec: Rotary, trained: int, target: int) -> list[Row]:
     """
     rows = []
     for name, stretched in methods(spec, trained, target).items():
-        failing, _, least = survey(stretched, target, seq_len=target)
+        head = whole_head(stretched, nope_head_dim)
+        failing, _, least = survey(head, target, seq_len=target)
         ratios = frequencies(stretched, target) / frequencies(spec)
         rows.append(
             Row(

@@ -56,6 +56,21 @@ def still_pairs(spec: Rotary) -> float:
     return (spec.head_dim - spec.rotary_dim) / 2
 
 
+def whole_head(spec: Rotary, nope_head_dim: int) -> Rotary:
+    """Return the RoPE of a head with channels before those of `spec`, which are not rotated.
+
+    Latent attention has them, as qk_nope_head_dim; its RoPE is of the other channels alone.
+
+    >>> whole_head(Rotary(head_dim=64), 128)  # DeepSeek-V3
+    Rotary(head_dim=192, rotary_dim=64, start=128)
+    """
+    if not nope_head_dim:
+        return spec
+    return dataclasses.replace(
+        spec, head_dim=spec.head_dim + nope_head_dim, start=spec.start + nope_head_dim
+    )
+
+
 def whole_numbers(
     name: str, values: object, least: int = 0, most: int = MAX_LENGTH
 ) -> npt.NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import Config, Json, LayerType, Part, app, read_spec
+from .app import Config, Json, LayerType, Part, app, is_gguf, read_spec
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
 
@@ -39,16 +39,21 @@ def decay(
     """
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
+    from ..analysis.spectrum import whole_head
     from ..configs import choose
+    from ..configs.diffusers import is_of_diffusers
     from ..reach import distances_to, lengths
 
-    spec = read_spec(config, layer_type, part)
-    length = length if length is not None else lengths(spec, choose(config, layer_type, part))[1]
+    spec, rest = read_spec(config, layer_type, part), 0
+    if not (is_gguf(config) or is_of_diffusers(config)):
+        entry = choose(config, layer_type, part)
+        rest = entry.nope_head_dim
+        length = length if length is not None else lengths(spec, entry)[1]
     if length is None:
         raise ValueError(f"{config} has no max_position_embeddings; give --length")
     distances = distances_to(length)
     curve = decay_curve(spec, distances, seq_len=length)
-    alike = similarity(spec, distances, seq_len=length)
+    alike = similarity(whole_head(spec, rest), distances, seq_len=length)
     if plot is not None:
         from .. import plots
 
@@ -138,6 +143,7 @@ def plan(
     """
     from ..analysis.extension import option_rows
     from ..configs import replace_rope
+    from ..analysis.spectrum import whole_head
     from ..plan import plan as make_plan
     from ..plan import plan_model, recommend_model
     from ..spec import Rotary
@@ -171,7 +177,10 @@ def plan(
     if plot is not None:
         from .. import plots
 
-        both = {"as it is": result.spec, "recommended": result.recommended}
+        both = {
+            name: whole_head(spec, result.nope_head_dim)
+            for name, spec in (("as it is", result.spec), ("recommended", result.recommended))
+        }
         plots.save(plots.similarity(both, result.context, seq_len=result.context), plot)
     if as_json:
         print_json(result.to_dict())

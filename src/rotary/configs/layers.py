@@ -41,7 +41,7 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
         return by_layer
     own: Entries = {
         kind: value
-        and {key: value[key] for key in value if key != "head_dim"}  # `Config.get` has it
+        and {key: value[key] for key in value if not key.endswith("head_dim")}  # see `Config.get`
         for kind, value in model.get("layers", {}).items()
     }
     labels = {*own, *listed_layer_types(data)}

@@ -114,11 +114,8 @@ class Config(NamedTuple):
     def head_dim(self) -> int:
         """Channels of a head, as far as RoPE sees them (DeepSeek: qk_rope_head_dim)."""
         name = self.model.get("names", {}).get("head_dim", "head_dim")
-        per_layer = self.data.get("per_layer_config") or {}
-        own = {int(layer): values for layer, values in per_layer.items()}  # a key is "2", or "02"
-        for layer, kind in enumerate(self.data.get("layer_types") or ()):
-            if kind == self.layer_type and own.get(layer, {}).get(name) is not None:
-                return whole_number(name, own[layer][name])
+        if (own := self._in_own_layers(name)) is not None:
+            return whole_number(name, own)
         self._check_plain_head_dim(name)
         # null means hidden_size / num_attention_heads, unlike a missing key: that has a default
         is_null = name in self.data and self.data[name] is None
@@ -179,6 +176,27 @@ class Config(NamedTuple):
                     f"partial_rotary_factor {share!r} disagree: head_dim must be the sum, and the "
                     f"factor, in rope_parameters, the part of {name} in it"
                 )
+
+    @property
+    def nope_head_dim(self) -> int:
+        """Channels of a head beside `head_dim`, not rotated: qk_nope_head_dim of latent attention.
+
+        >>> Config({}, {}, {"qk_nope_head_dim": 128}, None, True).nope_head_dim
+        128
+        """
+        name = "qk_nope_head_dim"
+        if name not in self.model:  # the code of the model does not read it
+            return 0
+        own = self._in_own_layers(name)
+        return whole_number(name, self.get(name) if own is None else own, 0)
+
+    def _in_own_layers(self, name: str) -> JSON:
+        """Return the value of a key in the first layer of this type that has its own, or None."""
+        per_layer = self.data.get("per_layer_config") or {}
+        own = {int(layer): values for layer, values in per_layer.items()}  # a key is "2", or "02"
+        kinds = enumerate(self.data.get("layer_types") or ())
+        found = (own.get(layer, {}).get(name) for layer, kind in kinds if kind == self.layer_type)
+        return next((value for value in found if value is not None), None)
 
     @property
     def share(self) -> float:
@@ -274,7 +292,7 @@ class Config(NamedTuple):
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value by rotary's name for it, or `default` if no source has it."""
         layer = self.model.get("layers", {}).get(self.layer_type) or {}
-        if name not in ("rope_theta", "head_dim"):
+        if name not in ("rope_theta", "head_dim", "qk_nope_head_dim"):
             layer = {}  # `ropes` uses the other values of a default entry, all or none
         sources = (self.rope.get(name), *(self.data.get(each) for each in self._names(name)))
         if name == "rope_theta" and self.model.get("fixed_base"):

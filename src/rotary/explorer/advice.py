@@ -8,6 +8,7 @@ import numpy as np
 
 from ..analysis import bounds
 from ..analysis.extension import option_rows
+from ..analysis.spectrum import whole_head
 from ..angles import inv_freq
 from ..kernels import Numbers
 from ..plan import MAX_CONTEXT, recommend_layers
@@ -24,7 +25,8 @@ def reach(look: Look) -> Picture:
     """Draw every length that bounds a RoPE, beside the requested context: `rotary.reach`."""
     context, window = look.context, look.entry.window
     length, trained = (visible(each, look.entry) for each in (context, look.trained))
-    result = measure(look.spec, length, trained, original=look.before)
+    rest = look.entry.nope_head_dim
+    result = measure(look.spec, length, trained, original=look.before, nope_head_dim=rest)
     first, words = result.first_failure, result.verdict
     ends = [("trained length", look.trained, f"{look.trained:,} tokens")]
     if window is not None:
@@ -76,7 +78,8 @@ def plan(look: Look) -> Picture:
     columns: dict[str, Numbers] = {"distance": distances}
     curves: list[Curve] = []
     for column, name, spec in shown:
-        columns[column] = bounds.similarity(spec, distances, seq_len=last)
+        head = whole_head(spec, advice.nope_head_dim)
+        columns[column] = bounds.similarity(head, distances, seq_len=last)
         curves.append(Curve(column, name, *(("red", "dotted") if curves else ("blue", ""))))
     figure = Figure(
         distance_axis(look.spec, last),

@@ -77,10 +77,10 @@ def decay_curve(look: Look) -> Picture:
 def similarity(look: Look) -> Picture:
     """Draw B_m, the preference for a similar key over a random one, and where it is first < 0."""
     searched = min(look.context, SEARCHED)
-    first = bounds.first_failure(look.spec, searched, seq_len=look.context)
+    first = bounds.first_failure(look.head, searched, seq_len=look.context)
     outlined = outline(look.spec, look.context)
     distances = np.union1d(outlined, [] if first is None else [first]).astype(np.int64)
-    sums = bounds.similarity(look.spec, distances, seq_len=look.context)
+    sums = bounds.similarity(look.head, distances, seq_len=look.context)
     points: tuple[Point, ...] = ()
     if first is not None:
         at_first = float(sums[np.searchsorted(distances, first)])

@@ -125,7 +125,7 @@ def smallest_base(look: Look) -> str:
     'With base 4,293.4376 a similar key is preferred at every distance up to 1,024. It is the \
 smallest one, rounded up: certified for a plain RoPE of head_dim 128.'
     """
-    spec, context = look.spec, look.context
+    spec, context = look.head, look.context
     if spec.rotary_dim != spec.head_dim:
         return (
             "A part of the head is rotated, which takes more than a moment: run rotary plan "

@@ -113,6 +113,11 @@ class Look:
         """What the config says about these layers, before any change on the page."""
         return self.side.original().entry
 
+    @property
+    def head(self) -> Rotary:
+        """The RoPE of all channels of a head: latent attention has more than those of `spec`."""
+        return spectrum.whole_head(self.spec, self.entry.nope_head_dim)
+
 
 def look(side: Side, context: int) -> Look:
     """Return the RoPE and lengths that one side asks for; ValueError of one line if invalid.
