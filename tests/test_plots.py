@@ -831,3 +831,14 @@ def test_settings_of_the_process_stay_as_they_are():
     for suffix in (".png", ".svg", ".pdf"):
         plots.rendered(figure, suffix)
     assert dict(mpl.rcParams) == before
+
+
+def test_similarity_draws_each_spec_to_its_own_length():
+    """A layer with a window sees no farther, so a failure beyond it is none."""
+    gemma = Rotary(head_dim=256)
+    figure = plots.similarity({"window": gemma, "all": gemma}, {"window": 1024, "all": 8192})
+    assert legend_names(figure) == ["window: none to 1,024", "all: first failure 2,653"]
+    near, far = (line.get_xdata()[-1] for line in figure.axes[0].lines[1:3])
+    assert near <= 1024 < far <= 8192
+    with pytest.raises(ValueError, match="length names 'other', which is not among the specs"):
+        plots.similarity({"all": gemma}, {"other": 9})

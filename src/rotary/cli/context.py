@@ -89,12 +89,13 @@ def reach(
     if plot is not None:
         from .. import plots
 
-        specs = {" ".join(filter(None, (config, kind))): each.spec
+        shown = {" ".join(filter(None, (config, kind))): each
                  for kind, each in results.items() if each}  # fmt: skip
-        if not specs:
+        if not shown:
             raise ValueError(f"{config}: has no rotation, so there is nothing to draw")
-        longest = max(each.length for each in results.values() if each)
-        plots.save(plots.similarity(specs, longest, seq_len=longest), plot)
+        heads = {name: each.head for name, each in shown.items()}
+        ends = {name: each.length for name, each in shown.items()}
+        plots.save(plots.similarity(heads, ends, seq_len=ends), plot)
     if as_json:
         documents = {str(kind): each and each.to_dict() for kind, each in results.items()}
         print_json(documents if len(results) > 1 else next(iter(documents.values())))

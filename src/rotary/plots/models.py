@@ -16,6 +16,7 @@ from .style import (
     label,
     legend,
     named,
+    of_each,
     panels,
     plain,
     scaling,
@@ -52,11 +53,7 @@ def gallery(
     """
     length = whole_number("length", length)
     models = named(specs, MAX_ROWS)
-    if not isinstance(seq_len, Mapping):
-        seq_len = dict.fromkeys(models, seq_len) if seq_len is not None else {}
-    sizes = {plain(name): size for name, size in seq_len.items()}
-    if unknown := set(sizes) - set(models):
-        raise ValueError(f"seq_len names {sorted(unknown)[0]!r}, which is not among the specs")
+    sizes = of_each("seq_len", seq_len, models)
     rows = [_cells(name, spec, length, sizes.get(name)) for name, spec in models.items()]
     figure, (panel,) = panels(width=12, height=1.6 + 0.27 * len(rows))
     panel.set_axis_off()

@@ -24,6 +24,7 @@ from .style import (
     label,
     legend,
     named,
+    of_each,
     panels,
     plain,
     write,
@@ -34,7 +35,11 @@ LOWEST = 80  # bins of `similarity`: wider than the waves of the curve, so their
 
 
 def similarity(
-    specs: Specs, length: int = 131_072, *, seq_len: int | None = None, axes: Axes = None
+    specs: Specs,
+    length: int | Mapping[str, int] = 131_072,
+    *,
+    seq_len: int | Mapping[str, int] | None = None,
+    axes: Axes = None,
 ) -> Figure:
     """Draw similarity B_m / B_0 against distance, and mark the first failure.
 
@@ -42,26 +47,31 @@ def similarity(
     the query, in the mean over independent queries and keys. A diagnostic, not a limit: many good
     models violate it. Every distance up to `length` is computed. The line goes through the lowest
     value of each of 80 bins, equally wide on the log scale, so no failure is hidden; a dot marks
-    the first failure.
+    the first failure. `length` and `seq_len` are one number, or {name in specs: number}: layers
+    with a sliding window see no farther than that. Raises ValueError for another name.
 
     >>> from rotary import Rotary
     >>> figure = similarity(Rotary(head_dim=128), length=4096)
     >>> figure.legends[0].get_texts()[0].get_text()
     'base 10,000, head_dim 128: first failure 1,707'
     """
-    length = whole_number("length", length)
-    starts = log_bins(length, LOWEST)
+    models = named(specs)
+    ends = {name: whole_number("length", end)
+            for name, end in of_each("length", length, models).items()}  # fmt: skip
+    sizes, longest = of_each("seq_len", seq_len, models), max(ends.values())
+    starts = log_bins(longest, LOWEST)
     figure, (panel,) = panels(log="x")
     panel.axhline(0, color=GREY, linewidth=0.8)
     entries = []
     for name, spec, style in curves(specs):
-        values = bounds.similarity(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
+        end, size = ends.get(name, longest), sizes.get(name)
+        values = bounds.similarity(spec, np.arange(end + 1), seq_len=size, axes=axes)
         values /= spec.head_dim / 2
-        failing = bounds.first_failure(spec, length, seq_len=seq_len, axes=axes)
-        low, _ = extremes(values, starts)
+        failing = bounds.first_failure(spec, end, seq_len=size, axes=axes)
+        low, _ = extremes(values, starts[starts <= end])
         line = panel.plot(low, values[low], linewidth=1.5, **style)[0]
         if failing is None:
-            entries.append((f"{name}: none to {length:,}", line))
+            entries.append((f"{name}: none to {end:,}", line))
             continue
         panel.plot(
             [failing], [values[failing]], "o", markersize=7, markeredgecolor="white",

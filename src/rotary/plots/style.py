@@ -58,6 +58,24 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
     return by_name
 
 
+def of_each(
+    what: str, value: int | Mapping[str, int] | None, models: Mapping[str, Rotary]
+) -> dict[str, int]:
+    """Return name -> number, of one number for all models or of {name: number}; {} of None.
+
+    Raises ValueError, with `what` in its text, for a name that is none of the models.
+
+    >>> of_each("length", 9, {"a": Rotary(head_dim=8)})
+    {'a': 9}
+    """
+    if not isinstance(value, Mapping):
+        return {} if value is None else dict.fromkeys(models, value)
+    found = {plain(name): number for name, number in value.items()}
+    if unknown := set(found) - set(models):
+        raise ValueError(f"{what} names {sorted(unknown)[0]!r}, which is not among the specs")
+    return found
+
+
 def curves(specs: Specs) -> Iterator[tuple[str, Rotary, Style]]:
     """Yield the name, the spec, and the colour and dashes of the curve of each spec."""
     for index, (name, spec) in enumerate(named(specs).items()):
