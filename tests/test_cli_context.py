@@ -15,6 +15,7 @@ from rotary.cli.context import write_new
 
 LLAMA = str(files("rotary") / "configs" / "llama-3.1-8b.json")
 CONFIGS = Path(__file__).parent / "configs"
+DEEPSEEK = str(CONFIGS / "deepseek-v3.json")
 LLAMA_2, GEMMA = str(CONFIGS / "llama-2-7b.json"), str(CONFIGS / "gemma-3-1b.json")
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -45,6 +46,33 @@ def test_reach_tells_of_every_layer_type(main):
     }  # fmt: skip
     only = document(main("reach", GEMMA, "--layer-type", "sliding_attention", "--json"))
     assert only == found["sliding_attention"]
+
+
+def test_the_plot_of_reach_shows_what_its_text_says(main, monkeypatch):
+    """Gemma's sliding layers see 512 tokens; their first failure, 2,653, is beyond."""
+    drawn = []
+    monkeypatch.setattr("rotary.plots.save", lambda figure, target: drawn.append(figure))
+    for config, words in ((GEMMA, "ding_attention: none to 512"),
+                          (DEEPSEEK, "v3.json: none to 163,840")):  # fmt: skip
+        assert main("reach", config, "--plot", "picture.svg").code == 0
+        names = [text.get_text() for text in drawn[-1].legends[0].get_texts()]
+        assert any(name.endswith(words) for name in names), names
+
+
+def test_the_similarity_of_latent_attention_is_that_of_the_whole_head(main):
+    found = document(main("decay", DEEPSEEK, "--length", "5000", "--json"))
+    spec = from_hf_config(DEEPSEEK)
+    assert found["similarity"] == similarity(spec, found["distance"], still=64).tolist()
+
+
+def test_a_plan_that_keeps_the_rope_writes_its_length(main, tmp_path):
+    """The attention factor of LongRoPE is that of its length in most programs."""
+    source, target = CONFIGS / "phi-3.5-mini.json", tmp_path / "config.json"
+    arguments = ("plan", "--context", "256", "--from", str(source), "--out", str(target))
+    assert main(*arguments).code == 0
+    before, after = json.loads(source.read_text()), json.loads(target.read_text())
+    assert after["max_position_embeddings"] == before["max_position_embeddings"]
+    assert from_hf_config(after) == from_hf_config(before)
 
 
 def test_a_plan_for_training_has_the_bases_and_json_for_transformers(main):

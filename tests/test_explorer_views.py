@@ -219,7 +219,7 @@ def test_a_plan_begins_with_the_model_and_not_with_a_method_that_was_chosen():
 
 
 def test_a_recommendation_is_the_plan_without_the_bases():
-    spec = rotary.Rotary(head_dim=32)
+    spec = rotary.Rotary(head_dim=32, base=100.0)
     found, whole = recommend(256, spec, 64), plan(256, spec, 64)
     assert {**whole._asdict(), "reason": ""} == {
         **found._asdict(), "reason": "", "min_base": whole.min_base, "safe_base": whole.safe_base,

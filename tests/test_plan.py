@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ from libraries import of_transformers
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.bounds import first_failure
-from rotary.analysis.search import min_base, safe_base
-from rotary.configs import replace_rope
+from rotary.analysis.search import comb, min_base, safe_base
+from rotary.analysis.spectrum import whole_head
+from rotary.configs import choose, replace_rope
 from rotary.plan import Recommendation, plan, plan_model, recommend, recommend_model
+from rotary.programs import readings
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("numba", reason="a plan searches a base")
@@ -208,7 +211,8 @@ def test_a_plan_is_the_recommendation_and_the_bases_of_its_context(name, more, c
     assert found.reason.startswith(advice.reason)
     assert found.min_base == min_base(found.context, found.spec.head_dim)
     assert found.safe_base == safe_base(found.context, found.spec.head_dim)
-    assert (found.shown(found.safe_base.base) in found.reason) == (found.action != "keep")
+    needs_more = found.action != "keep" and found.spec.base < found.safe_base.base
+    assert (found.shown(found.safe_base.base) in found.reason) == needs_more
 
 
 @pytest.mark.parametrize(("name", "kind", "window"), [
@@ -218,10 +222,12 @@ def test_a_plan_is_the_recommendation_and_the_bases_of_its_context(name, more, c
     ("llama-4-scout", None, 8192),  # chunks, in all layers that rotate
 ])  # fmt: skip
 def test_layers_with_a_window_need_no_scaling(name, kind, window):
-    found = recommend_model(CONFIGS / f"{name}.json", 131072, kind)
+    path = CONFIGS / f"{name}.json"
+    found = recommend_model(path, 131072, kind)
     assert (found.context, found.action, found.recommended) == (window, "keep", found.spec)
     assert f"no farther than their window, {window:,} tokens" in found.reason
-    assert found.rope_parameters["max_position_embeddings"] == 131072
+    length = max(131072, choose(path, kind).context)  # Llama 4 has 10 million
+    assert found.rope_parameters["max_position_embeddings"] == length
 
 
 def test_no_scaling_is_planned_for_a_model_that_reads_none():
@@ -298,3 +304,75 @@ def test_it_says_where_the_keys_go(name, kind, words):
     assert found.action == "scaling"
     assert (" The keys go " in found.reason) == (words is not None)
     assert words is None or words in found.reason
+
+
+def test_the_share_of_bases_that_pass_is_told_of_the_bases_that_were_tested():
+    """It stood for the bases between the smallest and the safe one, of which 5 % pass."""
+    found = plan(1024, Rotary(head_dim=128))
+    told = re.search(r"evenly in ln b up to ([\d,]+), (\d+)% pass", dict(found.rows())["safe base"])
+    least, last = found.min_base.base, float(told[1].replace(",", ""))
+    assert last == pytest.approx(12 * least, rel=1e-4)
+    passing = comb(1024, np.geomspace(least, last, 20_001)).mean()
+    assert int(told[2]) == round(100 * passing)
+
+
+@pytest.mark.parametrize("context", [16384, 131072])
+def test_a_rope_that_is_kept_keeps_the_length_that_its_attention_factor_comes_from(context):
+    """vLLM, SGLang, llama.cpp and mlx-lm take max_position_embeddings / original of LongRoPE."""
+    data = json.loads((CONFIGS / "phi-3.5-mini.json").read_text())
+    found = recommend_model(data, context)
+    assert found.action == "keep"
+    length = found.rope_parameters["max_position_embeddings"]
+    assert length == data["max_position_embeddings"] == 131072
+    written = replace_rope(data, found.recommended, length)
+    read = [(each.framework, each.attention_factor, each.inv_freq) for each in readings(data)]
+    for (name, factor, rates), new in zip(read, readings(written), strict=True):
+        assert (new.framework, new.attention_factor) == (name, factor)
+        np.testing.assert_array_equal(new.inv_freq, rates)
+    scaling = {name: data["rope_scaling"][name] for name in ("short_factor", "long_factor")}
+    scaling |= {"original_max_position_embeddings": 4096, "factor": 32.0}
+    spec = Rotary(head_dim=96, schedule="longrope", params=scaling)
+    keys = recommend(context, spec, 4096, advertised=131072).rope_parameters
+    assert keys["max_position_embeddings"] == 131072
+
+
+def test_a_window_does_not_raise_the_length_of_longrope():
+    """Such layers keep their RoPE at any context, and the length is a part of it."""
+    data = {**json.loads((CONFIGS / "phi-3.5-mini.json").read_text()), "sliding_window": 4096}
+    found = recommend_model(data, 262144)
+    assert (found.context, found.action) == (4096, "keep")
+    assert found.rope_parameters["max_position_embeddings"] == 131072
+
+
+@pytest.mark.parametrize(("name", "context"), [("deepseek-v3", 327680), ("minicpm3-4b", 32768)])
+def test_the_channels_of_latent_attention_that_are_not_rotated_count(name, context):
+    found = recommend_model(CONFIGS / f"{name}.json", context)
+    spec, rest = found.spec, found.nope_head_dim
+    assert spec == from_hf_config(CONFIGS / f"{name}.json")
+    assert rest == {"deepseek-v3": 128, "minicpm3-4b": 64}[name]
+    assert (found.first_failure, found.failures) == (None, 0)
+    assert "prefers a similar key to a random one at every distance" in found.reason
+    for option in found.options:
+        whole = whole_head(option.spec, rest)
+        assert option.first_failure == first_failure(whole, context, seq_len=context)
+    planned = plan_model(CONFIGS / f"{name}.json", context)
+    assert (planned.min_base.base, planned.head_dim) == (1.0, spec.head_dim + rest)
+    assert planned.reason == found.reason  # more than half of the head rests: any base passes
+    assert f"head_dim {spec.head_dim + rest}" in dict(planned.rows())["smallest base"]
+
+
+@pytest.mark.parametrize("base", [1e4, 5000.0, 300.0])
+def test_no_base_is_advised_below_the_present_one(base):
+    """The smallest that passes is 4,293.44, and from 6,018.32 on all do."""
+    found = plan(1024, Rotary(head_dim=128, base=base), 512)
+    assert found.action == "scaling"
+    assert ("raise the base" in found.reason) == (base < 6018)
+    assert ("4,293.44" in found.reason) == (base < 4293)
+    half = plan(1024, Rotary(head_dim=128, rotary_dim=64, base=base), 512)
+    assert "rope_theta" not in half.reason
+
+
+def test_a_base_that_passes_is_not_replaced_because_of_a_scaling():
+    spec = Rotary(head_dim=128, rotary_dim=64, schedule="linear", params={"factor": 2.0})
+    found = plan(1024, spec)
+    assert (found.action, found.recommended) == ("base", Rotary(head_dim=128, rotary_dim=64))

@@ -137,7 +137,7 @@ def recommend_layers(
         reason += f" The keys go into the entry of {entry.layer_type!r} in its rope_parameters."
     elif advice.action != "keep" and entry.model_type != entry.file_type:
         reason += f" The keys go into the part with model_type {entry.model_type!r}."
-    return advice._replace(rope_parameters=model_keys(entry, read, context), reason=reason)
+    return advice._replace(rope_parameters=model_keys(entry, read, length), reason=reason)
 
 
 def plan_model(
@@ -185,7 +185,7 @@ def _with_bases(
     result = Plan(**advice._asdict(), min_base=least, safe_base=safe)
     if result.action == "keep":
         return result
-    return result._replace(reason=f"{result.reason} {of_bases(result)}")
+    return result._replace(reason=f"{result.reason} {of_bases(result)}".rstrip())
 
 
 def _check(context: int, spec: Rotary) -> None:
@@ -214,13 +214,14 @@ def _recommendation(
 
 
 def _with_base(context: int, spec: Rotary, safe: float) -> Rotary:
-    """Return the spec if its base is safe and passes, else with the next base that does."""
+    """Return the spec, unscaled, if its base is safe and passes; else with the next that does."""
     failure = partial(first_failure, limit=context, seq_len=context)
-    if spec.schedule == "default" and spec.base >= safe and failure(spec) is None:
-        return spec
+    plain = dataclasses.replace(spec, schedule="default", params={})
+    if spec.base >= safe and failure(plain) is None:
+        return plain
     exponent = math.floor(math.log10(safe)) - 1
     raised = (
-        dataclasses.replace(spec, schedule="default", params={}, base=float(f"{digits}e{exponent}"))
+        dataclasses.replace(plain, base=float(f"{digits}e{exponent}"))
         for digits in count(math.ceil(safe / 10.0**exponent))
     )
     return next(each for each in raised if failure(each) is None)

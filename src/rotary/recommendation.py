@@ -75,9 +75,9 @@ class Plan(NamedTuple):
         return [
             ("recommended", how),
             ("first B_m < 0 now", "none" if first is None else f"distance {first:,}"),
-            ("smallest base", f"{least}, certified for head_dim {self.spec.head_dim}, rounded up"),
-            ("safe base", f"{self.shown(safe.base)}; {safe.passing_share:.0%} of the bases between "
-                          "pass"),
+            ("smallest base", f"{least}, certified for head_dim {self.head_dim}, rounded up"),
+            ("safe base", f"{self.shown(safe.base)}; of the bases tested, evenly in ln b up to "
+                          f"{safe.searched_to:,.0f}, {safe.passing_share:.0%} pass"),
         ]  # fmt: skip
 
     def to_dict(self) -> dict[str, JSON]:
@@ -147,18 +147,21 @@ def sentences(result: Recommendation) -> Iterator[str]:
 
 
 def of_bases(result: Plan) -> str:
-    """Describe the smallest base that passes: to train with, or instead of a scaling."""
-    spec = result.spec
+    """Describe the bases that pass: to train with, or larger than the present one; "" for none."""
+    spec, head_dim = result.spec, result.head_dim
     least, safe = result.shown(result.min_base.base), result.shown(result.safe_base.base)
+    if result.action == "scaling" and spec.base >= result.safe_base.base:
+        return ""  # no larger base is needed
     if result.action == "scaling":
+        smallest = f"the smallest rope_theta that passes is {least} (certified, rounded up), and "
         return (
-            "If you can train for long on long documents, you may raise the base instead: the "
-            f"smallest rope_theta that passes is {least} (certified, rounded up), and every base "
-            f"tested from {safe} on passes."
+            "If you can train for long on long documents, you may raise the base instead: "
+            f"{smallest * (spec.base < result.min_base.base)}every base tested from {safe} on "
+            "passes."
         )
-    share = "" if spec.rotary_dim == spec.head_dim else f" of which {spec.rotary_dim} are rotated"
+    share = "" if spec.rotary_dim == head_dim else f" of which {spec.rotary_dim} are rotated"
     return (
-        f"The smallest base that passes at every distance, with head_dim {spec.head_dim}"
+        f"The smallest base that passes at every distance, with head_dim {head_dim}"
         f"{share}, is {least} (certified, rounded up). Some larger bases fail again; every "
         f"base tested from {safe} on passes. Train with rope_theta "
         f"{result.recommended.base:,.15g}, which passes at every distance."

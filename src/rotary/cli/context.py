@@ -143,8 +143,8 @@ def plan(
     Prints the rope_parameters for transformers; --out writes the whole config.
     """
     from ..analysis.extension import option_rows
-    from ..configs import replace_rope
     from ..analysis.spectrum import whole_head
+    from ..configs import replace_rope
     from ..plan import plan as make_plan
     from ..plan import plan_model, recommend_model
     from ..spec import Rotary
@@ -161,7 +161,8 @@ def plan(
     document: dict[str, JSON] = {}
     if out is not None:  # before the search, which takes minutes
         advice = recommend_model(config, context, layer_type, part=part)
-        document = replace_rope(config, advice.recommended, context, layer_type, part=part)
+        length = advice.rope_parameters["max_position_embeddings"]  # its own, if its RoPE is kept
+        document = replace_rope(config, advice.recommended, length, layer_type, part=part)
     with cluster(dask) as executor, bar("searching the bases") as progress:
         if config is not None:
             result = plan_model(
