@@ -1,6 +1,7 @@
 """`SinkCache` in transformers: its first layer is that of a fresh run, deeper ones are not."""
 
 import copy
+import importlib.util
 import re
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import rotary
 from rotary import Rotary
+from rotary.integrations import sinks
 from rotary.integrations.sinks import SinkCache, SinkLayer
 
 SINKS, WINDOW = 4, 12
@@ -198,6 +201,42 @@ def test_exact_tables_and_the_patch_work_with_it():
         logits = streamed(model, SinkCache(model.config, sinks=SINKS, window=WINDOW))
     plain = streamed(model, SinkCache(model.config, sinks=SINKS, window=WINDOW))
     assert gap(logits[-1], plain[-1]) < 1e-4
+
+
+# --- older transformers ---
+
+
+def imported_again():
+    """Our file as a module of its own, read with what transformers has now."""
+    name = "rotary.integrations.sinks_again"
+    spec = importlib.util.spec_from_file_location(name, sinks.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_names_and_calls_of_transformers_4_57_do(monkeypatch):
+    monkeypatch.delattr(transformers.configuration_utils, "PreTrainedConfig")
+    monkeypatch.setattr(DynamicLayer, "lazy_initialization", lambda self, key_states: None)
+    monkeypatch.setattr(DynamicLayer, "get_mask_sizes", lambda self, cache_position: None)
+    layer = imported_again().SinkLayer(Rotary(4), sinks=1, window=2)
+    keys = torch.ones(1, 1, 5, 4)
+    assert layer.get_mask_sizes(torch.arange(5)) == layer.get_mask_sizes(5) == (5, 0)
+    layer.update(keys, keys, {"cache_position": torch.arange(5)})
+    assert layer.get_mask_sizes(torch.arange(5, 6)) == layer.get_mask_sizes(1) == (4, 2)
+
+
+@pytest.mark.parametrize("missing", ["DynamicLayer", "DynamicLayer.lazy_initialization"])
+def test_caches_without_layers_are_refused_with_the_version_that_has_them(missing, monkeypatch):
+    if missing == "DynamicLayer":  # before 4.54
+        monkeypatch.delattr(transformers.cache_utils, missing)
+    else:
+        monkeypatch.delattr(CacheLayerMixin, "lazy_initialization")
+        monkeypatch.delattr(DynamicLayer, "lazy_initialization")
+    with pytest.raises(ImportError) as caught:
+        imported_again()
+    own = transformers.__version__
+    assert str(caught.value) == f"SinkCache needs transformers 4.57 or newer, got {own}"
 
 
 # --- what is refused ---

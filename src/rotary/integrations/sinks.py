@@ -6,18 +6,25 @@ the original keys. So the model sees the distances of a text without the dropped
 """
 
 from torch import Tensor, cat
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import PretrainedConfig, __version__
 
 from ..configs import choose, from_hf_config
 from ..rerotate import rerotate
 from ..spec import Rotary, check_whole
 
+try:
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    DynamicLayer.lazy_initialization  # noqa: B018  # which layers of older caches do not have
+except (ImportError, AttributeError) as error:
+    raise ImportError(f"SinkCache needs transformers 4.57 or newer, got {__version__}") from error
+
 
 class SinkCache(Cache):  # type: ignore[misc]
     """A cache of a transformers model that drops all but sinks and a window.
 
-    Pass it as `cache=`, which was `past_key_values=` until transformers 5.23.
+    Pass it as `cache=`, which was `past_key_values=` until transformers 5.23. The lowest version is
+    4.57.
 
     config  the config of the model: every layer must rotate, and attend to all earlier tokens
     sinks   how many of the first tokens are kept
@@ -52,8 +59,8 @@ class SinkCache(Cache):  # type: ignore[misc]
     (30, 8)
     """
 
-    def __init__(self, config: PreTrainedConfig, *, sinks: int = 4, window: int = 1020) -> None:
-        if not isinstance(config, PreTrainedConfig):
+    def __init__(self, config: PretrainedConfig, *, sinks: int = 4, window: int = 1020) -> None:
+        if not isinstance(config, PretrainedConfig):
             kind = type(config).__qualname__
             raise TypeError(f"config must be the config of a model, model.config, got {kind}")
         text = config.get_text_config(decoder=True)
@@ -85,13 +92,14 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Set empty keys and values, of the form of the first ones."""
-        super().lazy_initialization(key_states, value_states)
         if key_states.shape[-1] != self.spec.head_dim:
             raise ValueError(
                 f"the model caches keys of {key_states.shape[-1]} channels, but its RoPE has "
                 f"{self.spec.head_dim}: SinkCache cannot tell which channels to move"
             )
+        self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -122,17 +130,21 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
         """Return the number of tokens so far, dropped ones included: the position of the next."""
         return self.cumulative_length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the next call attends to, and the position of the first."""
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Return how many keys the next call attends to, and the position of the first.
+
+        query_length  of that call, or the positions of its tokens, as before transformers 5
+        """
+        new = len(query_length) if isinstance(query_length, Tensor) else query_length
         dropped = self._dropped()
-        return self.cumulative_length - dropped + query_length, dropped
+        return self.cumulative_length - dropped + new, dropped
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: tokens that were dropped cannot come back when later ones are removed."""
         raise NotImplementedError("a SinkCache cannot be cropped: dropped tokens are gone")
 
 
-def _spec_of(config: PreTrainedConfig) -> Rotary:
+def _spec_of(config: PretrainedConfig) -> Rotary:
     kinds = sorted({*(getattr(config, "layer_types", None) or ())})
     windowed = [kind for kind in kinds if kind != "full_attention"]
     if windowed:
@@ -150,7 +162,7 @@ def _spec_of(config: PreTrainedConfig) -> Rotary:
     return spec
 
 
-def _check_window(config: PreTrainedConfig, kept: int) -> None:
+def _check_window(config: PretrainedConfig, kept: int) -> None:
     """Refuse to keep keys that the mask of a model with a sliding window in all layers hides."""
     seen = choose(config, *{*(getattr(config, "layer_types", None) or ())}).window
     if seen is not None and kept >= seen:
