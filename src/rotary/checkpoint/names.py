@@ -118,7 +118,7 @@ _NOT_ROTATED = re.compile(
 )
 _SCALE = re.compile(r"\w*scal\w*", re.IGNORECASE)
 # a vector may scale each channel of queries (per_dim_scale of TimesFM) unless its name says more
-_OTHER_SCALE = re.compile(r"\w*(?:layer|softmax|logit)_scal\w*", re.IGNORECASE)
+_OTHER_SCALE = re.compile(r"\w*(?:layer|softmax|ssmax|logit)_scal\w*", re.IGNORECASE)
 
 
 def widened_layer(tensor: str) -> str:
