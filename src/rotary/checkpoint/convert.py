@@ -52,7 +52,7 @@ def convert_checkpoint(
                   file only the config is read, and written
     target        a new folder, or that of an interrupted conversion, which is then continued
     from_layout   the layout of the weights: "half" or "interleaved"
-    config        path or dict, where the folder has no config.json
+    config        path or dict, in place of the config.json of the folder
     trust_source  believe `from_layout`, for weights that another program has converted before
     leave         names of tensors to copy unchanged, with * for any text: for tensors that are
                   refused because they look like a query or a key, but are neither

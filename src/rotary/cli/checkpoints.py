@@ -32,7 +32,7 @@ def convert(
         Path | None, typer.Argument(help="A new folder; not needed with --dry-run.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, if the source has none.")
+        Path | None, typer.Option(help="The model's config.json, in place of that of the source.")
     ] = None,
     trust_source: Annotated[
         bool,
