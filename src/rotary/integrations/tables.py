@@ -9,7 +9,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,8 @@ def rotates(owner: object) -> bool:
     >>> rotates(nn.Linear(2, 2))
     False
     """
-    kind: Any = type(owner)
-    return any([True for _, method, _ in methods_of(kind) for _ in rotations_called(method)])
+    methods = methods_of(type(owner))  # type: ignore[arg-type]  # it has a hash
+    return any([True for _, method, _ in methods for _ in rotations_called(method)])
 
 
 def readable(
