@@ -5,6 +5,7 @@ hold (NaN, empty and strided inputs, autograd, compiled code) is not repeated he
 """
 
 import re
+import sys
 from functools import partial
 
 import ml_dtypes
@@ -523,3 +524,21 @@ def test_positions_of_another_library_than_q(lib):
     else:
         assert type(got) is type(q)
         same(got, rotary.apply(SPEC, q, positions=lib.array([3, 4, 5])))
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("patch", "rotary.integrations.transformers"),
+        ("unpatch", "rotary.integrations.transformers"),
+        ("from_model", "rotary.model"),
+        ("nn", "rotary.nn"),
+    ],
+)
+def test_72_torch_is_missing(name, file, monkeypatch):
+    monkeypatch.delitem(sys.modules, file, raising=False)
+    monkeypatch.delitem(vars(rotary), name, raising=False)  # as before the first use
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError) as caught:
+        getattr(rotary, name)
+    assert str(caught.value) == f"rotary.{name} needs torch: pip install torch"

@@ -82,10 +82,16 @@ _NEED_TORCH = {
 
 def __getattr__(name: str) -> object:
     """Import a submodule, or a function that needs torch, when it is first used."""
-    if name in _MODULES:
-        return importlib.import_module(f"rotary.{name}")
-    if name in _NEED_TORCH:
-        return getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    try:
+        if name in _MODULES:
+            return importlib.import_module(f"rotary.{name}")
+        if name in _NEED_TORCH:
+            return getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        why = f"rotary.{name} needs torch: pip install torch"
+        raise ModuleNotFoundError(why, name="torch") from error
     raise AttributeError(f"module 'rotary' has no attribute {name!r}")
 
 
