@@ -86,6 +86,27 @@ def test_all_positions_move_together_without_a_change(case, one_thread):
     assert distance(at(FAR), at(0)) > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("sections", "read"),
+    [([1, 1, 0], [0, 1]), ([1, 0, 1], [0, 2]), ([2, 0, 0], [0]), ([0, 2, 0], [1])],
+)
+@torch.no_grad()
+def test_tables_are_exact_if_an_axis_has_no_pair(sections, read, one_thread):
+    """As in Qwen 3.5, which rotates a quarter of a head: 16 channels have two pairs."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 16}  # of 4 channels
+    model = tiny_model(AutoModel, "qwen2_vl_text", rope_parameters=rope, **sizes)
+    ids = torch.randint(0, 30, (3, 1, 12), generator=torch.Generator().manual_seed(2))
+    before = model(tokens(1), position_ids=ids).last_hidden_state
+    with patch(model, exact=True) as patched:
+        assert ("rotary_emb", "exact tables") in patched.patched
+        for axes in ([0, 1, 2], read):  # the others may be anywhere
+            moved = ids.clone()
+            moved[axes] += FAR
+            after = model(tokens(1), position_ids=moved).last_hidden_state
+            assert distance(after, before) < 1e-5
+
+
 def turned(module, kind, positions, family):
     """cos + i sin of a module at each position, in complex128."""
     found = []

@@ -186,22 +186,38 @@ def exact_forward(module: nn.Module, model: nn.Module) -> Callable[..., object]:
     exact = {}
     for kind in layer_types(module):
         source = source_of(module, kind)
-        exact[kind] = _spec(module, kind, source), source
+        exact[kind] = *_spec_and_axes(module, kind, source), source
 
     def forward(
         self: nn.Module, x: Tensor, position_ids: Tensor, layer_type: object = None
     ) -> object:
-        spec, source = exact[layer_type if layer_type in exact else None]
+        spec, read, source = exact[layer_type if layer_type in exact else None]
         if source.kind == "axes first":
             position_ids = position_ids.expand(source.axes, -1, -1).movedim(0, -1)
+        if source.kind != "plain":
+            position_ids = _of_axes(position_ids, read)
         tables = full_width(source.style, *cos_sin(spec, position_ids, allow_negative=True))
         return tables if len(tables) == 2 else tables[0]
 
     return forward
 
 
-def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
-    """Return the spec of a module's tables, found from their values at position 1 of each axis."""
+def _of_axes(positions: Tensor, axes: list[int]) -> Tensor:
+    """Return positions (..., seq, axes) of some axes, and (..., seq) of one, as a spec takes them.
+
+    >>> _of_axes(torch.tensor([[3, 4, 5]]), [0, 2]), _of_axes(torch.tensor([[3, 4, 5]]), [1])
+    (tensor([[3, 5]]), tensor([4]))
+    """
+    return positions[..., axes] if len(axes) > 1 else positions[..., axes[0]]
+
+
+def _spec_and_axes(
+    module: nn.Module, layer_type: str | None, source: Source
+) -> tuple[Rotary, list[int]]:
+    """Return the spec of a module's tables, and which of the position axes have a pair.
+
+    The tables at position 1 of each axis tell which axis each pair has.
+    """
     prefix = "" if layer_type is None else f"{layer_type}_"
     buffer = getattr(module, f"{prefix}inv_freq", None)
     if not isinstance(buffer, Tensor) or buffer.ndim != 1:
@@ -213,7 +229,8 @@ def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
         raise ValueError("its frequencies depend on the length, which transformers keeps as state")
     columns = [_cos_sin(module, layer_type, source, step) for step in torch.eye(source.axes).long()]
     angles = torch.stack([torch.atan2(sin[0], cos[0]) for cos, sin in columns])
-    axis = angles.abs().argmax(dim=0)
+    axis_of_pair = angles.abs().argmax(dim=0).tolist()
+    read = sorted(set(axis_of_pair))
     own = buffer.double().cpu()
     which = (angles.amax(dim=0).double()[:, None] - own).abs().argmin(dim=-1)
 
@@ -223,12 +240,12 @@ def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
             head_dim=2 * len(which),
             schedule="custom",
             params={"inv_freq": frequencies[which], "attention_factor": factor},
-            axes=axis.tolist() if source.axes > 1 else (),
+            axes=[read.index(axis) for axis in axis_of_pair] if len(read) > 1 else (),
         )
 
     steps = torch.randint(1, 40, (7, source.axes), generator=torch.Generator().manual_seed(3))
     theirs = _cos_sin(module, layer_type, source, steps)
-    ours = cos_sin(spec(own), steps if source.axes > 1 else steps[:, 0])
+    ours = cos_sin(spec(own), _of_axes(steps, read))
     for one, other in zip(theirs, ours, strict=True):
         if not torch.allclose(one, other, rtol=2e-5, atol=2e-5):
             raise ValueError("its tables do not follow from inv_freq alone")
@@ -238,12 +255,12 @@ def _spec(module: nn.Module, layer_type: str | None, source: Source) -> Rotary:
             theirs = _cos_sin(module, layer_type, source, steps)
         except ValueError:  # a module may have no tables there
             continue
-        ours = cos_sin(spec(own), steps if source.axes > 1 else steps[:, 0])
+        ours = cos_sin(spec(own), _of_axes(steps, read))
         rounding = 2e-5 + 2.0**-22 * position * own[which].abs()  # of float32 angles
         for one, other in zip(theirs, ours, strict=True):
             if ((one - other).abs() > rounding).any():
                 raise ValueError(f"its frequencies at position {position} are not inv_freq")
-    return spec(_float64_frequencies(module, layer_type, buffer))
+    return spec(_float64_frequencies(module, layer_type, buffer)), read
 
 
 def _cos_sin(
