@@ -24,9 +24,10 @@ def cumulative_cos_sin(steps: Array, state: Array | None = None) -> tuple[Array,
     state  (batch, heads, pairs) or (pairs,), returned for the previous piece; None: zeros
     Pass cos and sin to `rotate((q, k), cos, sin, layout=...)`. If there are fewer pairs than a head
     has, rotate its first channels, `q[..., : 2 * pairs]`. Rotated keys can be cached. Sums are
-    float64 (float32 on JAX without 64-bit types) and reduced to one turn, so that long sequences
-    lose no precision. Pieces of any length, one after another, give the result of the whole
-    sequence. Raises ValueError for a state of another shape.
+    float64 and reduced to one turn, on JAX without 64-bit types whole numbers that wrap after one
+    turn, so that long sequences lose no precision. Pieces of any length, one after another, give
+    the result of the whole sequence, but without 64-bit types each rounds the state by up to
+    2.4e-7, and steps above 2^16 rad give NaN. Raises ValueError for a state of another shape.
 
     >>> import numpy as np
     >>> steps = np.array([[0.5], [1.0], [2.0]])
@@ -37,13 +38,20 @@ def cumulative_cos_sin(steps: Array, state: Array | None = None) -> tuple[Array,
     xp = namespace(steps)
     out_type = at_least_float32(steps).dtype
     wide = xp.asarray(0.0).dtype if xp.__name__ == "jax.numpy" else xp.float64
+    if state is not None and tuple(state.shape) != (*steps.shape[:-2], steps.shape[-1]):
+        raise ValueError(
+            f"state must be {(*steps.shape[:-2], steps.shape[-1])} for steps of "
+            f"{tuple(steps.shape)}, got {tuple(state.shape)}"
+        )
+    if wide == xp.float32 and steps.shape[-2]:
+        from ..kernels.jax.angles import running_cos_sin
+
+        rows: Any = cast(steps, wide)
+        first = 0 * rows[..., 0, :] if state is None else cast(state, wide)
+        sums: Any = running_cos_sin(rows, first)
+        return sums
     angles = xp.cumsum(cast(steps, wide), axis=-2)
     if state is not None:
-        if tuple(state.shape) != (*steps.shape[:-2], steps.shape[-1]):
-            raise ValueError(
-                f"state must be {(*steps.shape[:-2], steps.shape[-1])} for steps of "
-                f"{tuple(steps.shape)}, got {tuple(state.shape)}"
-            )
         angles = angles + cast(state, wide)[..., None, :]
     angles = _within_a_turn(angles)
     last = angles[..., -1, :] if steps.shape[-2] else _last(state, steps, wide)
