@@ -53,7 +53,10 @@ def main() -> None:
 
             warnings.showwarning = show  # type: ignore[assignment]  # of any other arguments
             app()
-    except BrokenPipeError:  # `rotary freqs ... | head`
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        # `rotary freqs ... | head`: Typer and Rich end with 1, which says that a fault was found
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError, MemoryError, ImportError) as error:
