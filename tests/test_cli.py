@@ -594,6 +594,72 @@ def test_identify_reads_a_function_from_a_file(main, tmp_path):
     assert_refused(main("identify", f"{path}:nothing", "--head-dim", "16"), "nothing")
 
 
+PRINTS = """
+import torch
+import rotary
+
+print("at import")
+
+
+def turn(x, positions):
+    print("at a call")
+    return rotary.apply(rotary.Rotary(head_dim=16), x, positions=positions)
+
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        print("made")
+
+    def forward(self, x, positions):
+        return turn(x, positions)
+
+
+class Sized(Plain):
+    def __init__(self, size):
+        super().__init__()
+
+
+module = Plain()
+"""
+
+
+@pytest.mark.parametrize("command", ["identify {}:turn --head-dim 16", "doctor {}:Plain"])
+def test_what_a_module_prints_is_not_in_the_document(main, tmp_path, command):
+    path = tmp_path / "loud.py"
+    path.write_text(PRINTS)
+    done = main(*command.format(path).split(), "--json")
+    assert done.code == 0
+    assert json.loads(done.out) is not None
+    assert "at import" in done.err
+    assert ("at a call" if "turn" in command else "made") in done.err
+    assert "at import" not in main(*command.format(path).split()).out
+
+
+def test_a_class_and_a_module_are_told_what_to_pass(main, tmp_path):
+    path = tmp_path / "loud.py"
+    path.write_text(PRINTS)
+
+    def said(*arguments):
+        done = main(*arguments)
+        assert done.code == 1
+        return done.err.splitlines()[-1]
+
+    asked = "--head-dim", "16"
+    assert "give its method, such as name.forward" in said("identify", f"{path}:module", *asked)
+    assert "head_dim=16" in main("identify", f"{path}:module.forward", *asked).out
+    assert "Plain is a class; give a function" in said("identify", f"{path}:Plain", *asked)
+    assert "give a model, or a function without" in said("doctor", f"{path}:Sized")
+
+
+def test_errors_have_the_names_of_options(main, tmp_path):
+    gemma = str(Path(__file__).parent / "configs" / "gemma-3-1b.json")
+    assert_refused(main("inspect", gemma, "--layer-type", "full"), "pass --layer-type, one of full")
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "tomorrow", "head_dim": 64}')
+    assert_refused(main("inspect", str(path)), "rotary.from_hf_config(config, as_type='llama')")
+
+
 def test_identify_is_told_the_form_that_a_signature_does_not_say(main, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
@@ -602,7 +668,7 @@ def test_identify_is_told_the_form_that_a_signature_does_not_say(main, tmp_path)
         "    return rotary.apply(rotary.Rotary(head_dim=16), given[0], positions=given[1])\n"
     )
     asked = "identify", f"{path}:turn", "--head-dim", "16"
-    assert_refused(main(*asked), "neither form; say form='positions'")
+    assert_refused(main(*asked), "neither form; say --form positions for f(x, positions)")
     assert "head_dim=16" in main(*asked, "--form", "positions").out
     assert_refused(main(*asked, "--form", "position"), "form must be")
 

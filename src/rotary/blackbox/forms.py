@@ -24,6 +24,10 @@ def form_of(fn: Callable[..., object]) -> str:
     >>> form_of(lambda x, *, positions: x), form_of(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
     ('positions', 'tables')
     """
+    if isinstance(fn, type):
+        raise ValueError(f"{fn.__name__} is a class; give a function, or a method of an object")
+    if hasattr(fn, "forward") and hasattr(fn, "modules"):
+        raise ValueError("this is a module of torch; give its method, such as name.forward")
     hint = "; say form='positions' for f(x, positions) or form='tables' for f(q, k, cos, sin)"
     try:
         parameters = list(inspect.signature(fn).parameters.values())

@@ -1,6 +1,7 @@
 """The command `rotary`: the options that many commands share, and how errors are printed."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -63,8 +64,18 @@ def main() -> None:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        typer.echo(f"error: {printable(text)}", err=True)
+        typer.echo(f"error: {printable(_as_options(text))}", err=True)
         sys.exit(1)
+
+
+def _as_options(text: str) -> str:
+    """Return an error of the library with the names of options for those of arguments.
+
+    >>> _as_options("say form='tables', or layer_type")
+    'say --form tables, or --layer-type'
+    """
+    text = re.sub(r"\bform='(\w+)'", r"--form \1", text)
+    return re.sub(r"(?<!-)\blayer_type\b", "--layer-type", text)
 
 
 @app.callback(invoke_without_command=True)

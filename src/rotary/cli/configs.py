@@ -21,7 +21,7 @@ from .app import (
     read_spec,
     read_specs,
 )
-from .terminal import overwrite, print_json, print_table, print_text, short
+from .terminal import of_user, overwrite, print_json, print_table, print_text, short
 
 if TYPE_CHECKING:
     from ..spec import Rotary
@@ -209,14 +209,17 @@ def doctor(
         from ..identify import load
 
         subject: object = target
-        if ":" in target and not os.path.exists(target):
-            subject = load(target)
-            if not hasattr(subject, "modules"):  # not a model but a function that makes one
-                subject = _made_by(subject, target)
+        with of_user():
+            if ":" in target and not os.path.exists(target):
+                subject = load(target)
+                # not a model but a function, or a class, that makes one
+                if isinstance(subject, type) or not hasattr(subject, "modules"):
+                    subject = _made_by(subject, target)
+            audited = audit(subject)
         findings = [
             {"where": each.where, "found": each.found, "advice": each.advice,
              "is_fault": each.is_fault}
-            for each in audit(subject)
+            for each in audited
         ]  # fmt: skip
     if as_json:
         print_json(findings)
@@ -277,7 +280,8 @@ def identify(
 
     if allow and not check:
         raise ValueError("--allow needs --check")
-    result = examine(load(target), head_dim, num_axes=num_axes, form=form)
+    with of_user():
+        result = examine(load(target), head_dim, num_axes=num_axes, form=form)
     if as_json:
         print_json(result.to_dict())
     else:

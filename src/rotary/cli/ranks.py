@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from .app import read_spec
-from .terminal import print_json, print_table
+from .terminal import of_user, print_json, print_table
 
 if TYPE_CHECKING:
     from ..ranks import Report
@@ -55,7 +55,8 @@ def _report(spec: "Rotary", target: str | None, seq_len: int | None) -> "Report"
         from ..identify import load
 
         try:
-            returned = load(target)()
+            with of_user():
+                returned = load(target)()
             arguments = list(returned) if isinstance(returned, tuple) else [returned]
             if len(arguments) not in (1, 3) or any(each is None for each in arguments):
                 raise ValueError("it must return positions, or (positions, cos, sin)")

@@ -5,9 +5,11 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import typer
 
@@ -101,6 +103,11 @@ def overwrite(path: Path, text: str) -> None:
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def of_user() -> contextlib.redirect_stdout[TextIO]:
+    """Send what a user's module prints to stderr: stdout has the result alone."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 @contextmanager

@@ -86,8 +86,8 @@ LAYERS_WITHOUT_ROPE = frozenset({"conv", "linear_attention", "mamba", "moe", "de
 
 _ALTERNATIVES = (
     "load the model and call rotary.from_model(model); or, if its code is like that of a known "
-    "model, pass as_type=, such as as_type='llama'; or write rotary.Rotary(head_dim=, base=, "
-    "layout=, ...)"
+    "model, call rotary.from_hf_config(config, as_type='llama') with its type; or write "
+    "rotary.Rotary(head_dim=, base=, layout=, ...)"
 )
 
 
