@@ -212,6 +212,31 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     assert "jax" not in loaded.split()
 
 
+NORM = """
+import hashlib
+import numpy as np
+import torch
+import rotary
+
+spec = rotary.Rotary(head_dim=64)
+q = torch.sin(torch.arange(8 * 1000 * 64) % 1013.0).view(1, 8, 1000, 64).requires_grad_()
+weight = torch.ones(64, requires_grad=True)
+y, *_ = rotary.fused(q, None, None, spec, norm=rotary.Norm(weight, None, 1e-6))
+dq, dw = torch.autograd.grad((y * torch.cos(torch.arange(64))).sum(), [q, weight])
+results = b"".join(x.detach().numpy().tobytes() for x in (y, dq))
+print(hashlib.sha256(results).hexdigest(), *dw.tolist())
+"""
+
+
+def test_only_the_gradient_of_a_norm_weight_depends_on_the_number_of_threads():
+    """It is a sum over tokens, in another order."""
+    one, two = (python(NORM, NUMBA_NUM_THREADS=n, OMP_NUM_THREADS=n).split() for n in (1, 2))
+    assert one[0] == two[0]
+    np.testing.assert_allclose(
+        np.float64(one[1:]), np.float64(two[1:]), atol=1e-5 * max(map(abs, map(float, one[1:])))
+    )
+
+
 # --- fork ---
 
 
