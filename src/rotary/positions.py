@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from .kernels import Array, Numbers, is_traced
+from .kernels import Array, Numbers, Operand, is_traced
 from .kernels.place import Place, is_array, is_open_size
 from .words import brief
 
@@ -214,7 +214,7 @@ def shard(
 ) -> Array: ...
 def shard(
     seq_len: int,
-    rank: Any,
+    rank: Operand,
     world: int,
     order: Order = "contiguous",
     *,

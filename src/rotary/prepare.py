@@ -283,7 +283,7 @@ def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, Form]:
     return {name: _form(array) for name, array in operands.items()}
 
 
-def _form(array: Any) -> Form:
+def _form(array: Operand) -> Form:
     """Return dtype, shape and strides; strides of axes of size 1 are left out, JAX has none."""
     shape = tuple([int(size) for size in np.shape(array)])
     strides = array.stride() if hasattr(array, "stride") else getattr(array, "strides", ())

@@ -46,10 +46,9 @@ def cumulative_cos_sin(steps: Array, state: Array | None = None) -> tuple[Array,
     if wide == xp.float32 and steps.shape[-2]:
         from ..kernels.jax.angles import running_cos_sin
 
-        rows: Any = cast(steps, wide)
+        rows = cast(steps, wide)
         first = 0 * rows[..., 0, :] if state is None else cast(state, wide)
-        sums: Any = running_cos_sin(rows, first)
-        return sums
+        return running_cos_sin(rows, first)  # type: ignore[return-value]  # these are JAX's
     angles = xp.cumsum(cast(steps, wide), axis=-2)
     if state is not None:
         angles = angles + cast(state, wide)[..., None, :]

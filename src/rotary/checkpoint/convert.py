@@ -64,7 +64,7 @@ def convert_checkpoint(
                   is called by the threads that write, or by this one if there is an `executor`
 
     Rows of query and key projections move, with all that belongs to them; every other byte stays.
-    `.warning` of the result names a program that will load it and compute wrong results.
+    `Converted.warning` names a program that will load it and compute wrong results.
     Raises ValueError or TypeError for what cannot be converted, before anything is written, and
     OSError if a disk fails. The source never changes, and the same call continues an interrupted
     conversion.

@@ -83,8 +83,13 @@ def running_cos_sin(steps: Array, state: Array) -> tuple[Array, Array, Array]:
     return cos + beyond, sin + beyond, last
 
 
+_CosSinLast = tuple[Array, Array, Array]
+
+
 @running_cos_sin.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+def _(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[_CosSinLast, _CosSinLast]:
     cos, sin, last = running_cos_sin(*primals)
     rate = jnp.cumsum(tangents[0], axis=-2) + tangents[1][..., None, :]
     return (cos, sin, last), (-sin * rate, cos * rate, rate[..., -1, :])
