@@ -384,8 +384,8 @@ def _exact_forwards(
 def _joined(groups: Iterable[Collection[str]]) -> list[set[str]]:
     """Return the names of groups that have a name in common, directly or by another, as one.
 
-    >>> _joined(["ab", "cd", "be"])
-    [{'c', 'd'}, {'a', 'b', 'e'}]
+    >>> [sorted(each) for each in _joined(["ab", "cd", "be"])]
+    [['c', 'd'], ['a', 'b', 'e']]
     """
     joined: list[set[str]] = []
     for group in groups:
