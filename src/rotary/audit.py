@@ -23,8 +23,8 @@ from .spec import Rotary
 
 # radians: an angle that is off by more changes float32 attention visibly
 _TOLERANCE = 1e-2
-# schedules that need the trained length; without one they take max_position_embeddings
 _MOST_LAYERS = 10_000  # that are counted
+# schedules that need the trained length; without one they take max_position_embeddings
 _STRETCHED = ("yarn", "longrope", "llama3")
 _UNREAD = (
     "transformers does not read this key: correct or remove it; `rotary diff` shows what other "
@@ -130,9 +130,9 @@ def _layers_at_rest(where: str, config: Config) -> Iterator[Remark]:
     count = max(map(len, lists)) or min(number or 0, _MOST_LAYERS)
     still = [layer for layer in range(count) if not config.rotates_layer(layer)]
     if still:
-        names = "no_rope_layers", "no_rope_layer_interval"
-        why = next((name for name in names if config.data.get(name)), "every fourth")
-        why = f"type {kind}" if (kind := config.type_without_rotation) else why
+        kind, names = config.type_without_rotation, ("no_rope_layers", "no_rope_layer_interval")
+        key = next((name for name in names if config.data.get(name)), "every fourth")
+        why = f"type {kind}" if kind else key
         yield Remark(where, f"{len(still)} of {count} layers take no rotation: {why}")
 
 

@@ -4,15 +4,7 @@ from typing import Any, TypeVar, overload
 
 from . import layouts
 from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
-from .kernels import (
-    Array,
-    Kernel,
-    check_positions,
-    hint_for,
-    is_per_row,
-    kernel_of,
-    known_kernel,
-)
+from .kernels import Array, Kernel, check_positions, hint_for, is_per_row, kernel_of, known_kernel
 from .kernels.geometry import AngleOptions, Angles, Options, check_axes, geometry_of, seq_axis
 from .spec import Rotary, check_spec
 

@@ -64,9 +64,11 @@ def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[F
         factor = explained.params["factor"]
         if factor < 1:
             text = f"every angle is {1 / factor:.10g} times that of base {base:g}"
-            twice = ": it is rotated twice" if factor == 0.5 else ""
-            twice = ": that is 2 pi" if math.isclose(factor * math.tau, 1) else twice
-            findings.append(Finding("frequencies_multiplied", text + twice))
+            if factor == 0.5:
+                text += ": it is rotated twice"
+            elif math.isclose(factor * math.tau, 1):
+                text += ": that is 2 pi"
+            findings.append(Finding("frequencies_multiplied", text))
         findings += _odd_factor(factor, base, d)
     if name in ("default", "linear") and base not in BASES:
         for code, exponent, text in EXPONENTS:

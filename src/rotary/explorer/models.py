@@ -161,9 +161,5 @@ def _facts(config: dict[str, JSON], layer_type: str | None) -> tuple[object, ...
         keys = model_keys(entry, as_model_reads(entry, model.spec, model.context), model.context)
     except ValueError:
         keys = {}
-    return (
-        *model[:-1],
-        entry.window,
-        entry.nope_head_dim,
-        keys,
-    )  # all but the entry, which has every key
+    # all but the entry, which has every key
+    return *model[:-1], entry.window, entry.nope_head_dim, keys

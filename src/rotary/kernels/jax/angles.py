@@ -72,7 +72,8 @@ def running_cos_sin(steps: Array, state: Array) -> tuple[Array, Array, Array]:
     bits = max(1, min(14, 32 - count.bit_length())) if isinstance(count, int) else 10
     coarse, fine = (_fractional_phase(x, one) for x in (steps, steps * 2.0**bits))
     upper = fine >> bits  # lacks the first bits of a turn, which `coarse` has
-    upper += coarse - upper + np.uint32(2 ** (31 - bits)) >> 32 - bits << 32 - bits
+    half = np.uint32(2 ** (31 - bits))
+    upper += ((coarse - upper + half) >> (32 - bits)) << (32 - bits)
     lower = fine & np.uint32(2**bits - 1)
     phase = jnp.cumsum(upper, axis=-2) + (jnp.cumsum(lower, axis=-2) >> bits)
     phase += _fractional_phase(state, one)[..., None, :]
