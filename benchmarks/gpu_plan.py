@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rotary.kernels.triton.plan import Plan, inverse_of
+from rotary.kernels.triton.plan import Plan, grid_of, inverse_of
 
 KINDS = ("ablation", "prefill", "decode", "host", "fused")
 # Seconds after which no line of a part is begun; compiled beforehand, all parts end before
@@ -187,11 +187,19 @@ def replanned(
     tokens, heads = tokens or plan.constants["TOKENS"], heads or plan.constants["HEADS"]
     blocks, groups = -(-count // tokens), -(-q_heads // heads) - (-k_heads // heads)
     inner, outer = (blocks, groups) if plan.constants["TOKENS_FIRST"] else (groups, blocks)
-    walk = inner, *inverse_of(inner), outer, *inverse_of(outer)
+    walk, grid = (
+        (inner, *inverse_of(inner), outer, *inverse_of(outer)),
+        grid_of(inner, outer, batches),
+    )
     return plan._replace(
-        programs=batches * inner * outer,
+        grid=grid,
         numbers=(*before, count, q_heads, k_heads, step, advance, *walk),
-        constants={**plan.constants, "TOKENS": tokens, "HEADS": heads},
+        constants={
+            **plan.constants,
+            "TOKENS": tokens,
+            "HEADS": heads,
+            "GRID_3D": grid == (inner, outer, batches),
+        },
         warps=warps or plan.warps,
     )
 

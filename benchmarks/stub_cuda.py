@@ -53,7 +53,7 @@ int cuLaunchKernelEx(const Config *config, void *function, void **values, void *
     Launch *launch = &launches[launched++ % 256];
     launch->function = (uint64_t)function;
     launch->stream = (uint64_t)config->stream;
-    launch->grid = config->grid[0];
+    launch->grid = (uint64_t)config->grid[0] * config->grid[1] * config->grid[2];
     for (uint64_t i = 0; i < counted; i++) memcpy(&launch->values[i], values[i], 8);
     return 0;
 }

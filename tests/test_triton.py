@@ -144,6 +144,70 @@ def test_the_work_may_be_cut_in_any_way(seq_dim, monkeypatch):
         assert launches.pop() == programs
 
 
+@pytest.mark.parametrize("seq_dim", [-3, -2])
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("has_one_axis", [False, True])
+def test_every_grid_and_width_of_offsets_gives_the_same(
+    has_one_axis, is_wide, seq_dim, monkeypatch
+):
+    """A grid too long for three axes has one; offsets of large tensors have 64 bits."""
+    plan, taken = kernel.plan, []
+
+    def changed(*arguments):
+        planned = plan(*arguments)
+        grid = (planned.programs, 1, 1) if has_one_axis else planned.grid
+        taken.append(grid)
+        constants = {**planned.constants, "GRID_3D": not has_one_axis, "WIDE": is_wide}
+        return planned._replace(grid=grid, constants=constants)
+
+    monkeypatch.setattr(kernel, "plan", changed)
+    shapes = [(2, 5, h, 16) if seq_dim == -3 else (2, h, 5, 16) for h in (6, 4)]
+    rows = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(0))
+    case = Case(*shapes, (7,), seq_dim=seq_dim)
+    xs, cos, sin = operands(case, np.float32)
+    options = case.options("half", None)
+    want = reference.rotate(xs, cos, sin, rows.numpy(), options, None)
+    shape = tuple(x.shape for x in xs)
+    geometry = geometry_of(shape, cos.shape, tuple(rows.shape), options)
+    got = kernel.rotate(tuple(map(to_torch, xs)), *map(to_torch, (cos, sin)), rows, geometry, None)
+    assert all(map(torch.equal, got, map(to_torch, want)))
+    spec = rotary.Rotary(head_dim=16)
+    exact = rotary.apply(spec, *map(to_torch, xs), positions=rows, seq_dim=seq_dim)
+    turns = torch.from_numpy(rotary.turns(spec).view(np.int64).copy())
+    results = kernel.rotate_exact(tuple(map(to_torch, xs)), turns, 1.0, rows, geometry, None)
+    for one, other in zip(results, exact, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=2e-6)
+    assert len({len(set(grid)) > 1 for grid in taken}) == 1
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_offsets_have_64_bits_where_one_needs_them(case):
+    """The largest offset of each tensor and table, in elements, worked out by itself."""
+    random = np.random.default_rng(case)
+    batch, heads, width = 3, 8, 128
+    limit = 2**31 // (batch * heads * width)
+    seq = int(limit * random.choice([0.5, 0.97, 1.03, 2]))
+    by_token = bool(random.integers(2))
+    shape = (batch, seq, heads, width) if by_token else (batch, heads, seq, width)
+    x = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+    table_step = int(random.choice([64, 2**31 // seq + 64]))
+    table = torch.empty(1, device="meta").as_strided((seq, 64), (table_step, 1))
+    options = Options(seq_dim=-3 if by_token else -2)
+    geometry = geometry_of((shape,), tuple(table.shape), None, options)
+    source = kernel.from_tables(table, table, None, geometry)
+    planned = launch.plan((shape,), (x.stride(),) * 2, source.angles, geometry, False, 2, 132)
+    last = max(
+        sum((n - 1) * step for n, step in zip(y.shape, y.stride(), strict=True)) for y in (x, table)
+    )
+    if last >= 2**31 or last < 2**31 - 2**12:  # a tensor that just fits may count as too large
+        assert planned.constants["WIDE"] == (last >= 2**31)
+    inner, outer = planned.numbers[-6], planned.numbers[-3]
+    assert planned.programs % (inner * outer) == 0
+    grid = inner, outer, planned.programs // (inner * outer)
+    assert planned.constants["GRID_3D"] == (max(grid[1:]) < 2**16)
+    assert planned.grid == (grid if max(grid[1:]) < 2**16 else (planned.programs, 1, 1))
+
+
 @pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 10, 641, 65_535, 65_537, 2**30 + 1, 2**31 - 1])
 def test_a_quotient_is_exact_below_31_bits(divisor):
     inverse, shift = launch.inverse_of(divisor)
@@ -378,9 +442,9 @@ def test_no_number_is_compiled_in():
 
 
 def test_only_exact_angles_may_be_fused(monkeypatch):
-    """By tables the result has the bits of the law; polynomials gain from fused steps."""
+    """By tables the result has the bits of the reference; polynomials gain from fused steps."""
     options = []
-    launcher = {(1,): lambda *_, **given: options.append(given["enable_fp_fusion"])}
+    launcher = {(1, 1, 1): lambda *_, **given: options.append(given["enable_fp_fusion"])}
     monkeypatch.setattr(compiled, "kernel", launcher)
     x, table = torch.zeros(1, 2), torch.zeros(1, 1)
     geometry = geometry_of(((1, 2),), (1, 1), None, Options())

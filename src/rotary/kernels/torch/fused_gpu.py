@@ -76,7 +76,7 @@ class Launch(NamedTuple):
 
     def prepared(self) -> Callable[[tuple[int, ...], bool], bool] | None:
         """Return this launch for the addresses of its tensors, in order, compiled and loaded."""
-        return by_addresses(kernel, self.programs, self.arguments, self.options)
+        return by_addresses(kernel, (self.programs, 1, 1), self.arguments, self.options)
 
 
 def fused(

@@ -42,9 +42,8 @@ def _rows(
     q_groups = (q_heads + HEADS - 1) // HEADS
     is_q = group < q_groups
     number = (group - tl.where(is_q, 0, q_groups)) * HEADS + head
-    at = tl.where(is_q, q_batch, k_batch).to(tl.int64) * batch
-    at = at + token * tl.where(is_q, q_token, k_token)
-    at = at + number.to(tl.int64) * tl.where(is_q, q_head, k_head)
+    at = batch * tl.where(is_q, q_batch, k_batch) + token * tl.where(is_q, q_token, k_token)
+    at = at + number * tl.where(is_q, q_head, k_head)
     is_row = (is_token & (number < tl.where(is_q, q_heads, k_heads)))[:, None]
     return tl.where(is_q, q, k) + (at * ALIGN)[:, None], is_row
 
@@ -82,6 +81,7 @@ def kernel(
     READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, HAS_ROWS: tl.constexpr, EXACT: tl.constexpr,
     AXES: tl.constexpr, ROUNDED: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+    GRID_3D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rotate one tile: TOKENS tokens of HEADS heads of q, or of k.
 
@@ -91,16 +91,22 @@ def kernel(
     axes, and PAIRS that between the turns of the axes. BEFORE and AFTER say how many channels
     before and after the rotated ones are copied at once, 0 for none. With TOKENS_FIRST the next
     program takes the next tokens, else the next heads; `inner` and `outer` say how many there are.
+    They are the first axes of the grid with GRID_3D; a longer grid has one axis. With WIDE offsets
+    need 64 bits.
     """
-    program = tl.program_id(0)
-    slow = quotient(program, inner_inverse, inner_shift)
-    batch = quotient(slow, outer_inverse, outer_shift)
-    group, block = program - slow * inner, slow - batch * outer
+    if GRID_3D:
+        group, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    else:
+        program = tl.program_id(0)
+        slow = quotient(program, inner_inverse, inner_shift)
+        batch = quotient(slow, outer_inverse, outer_shift)
+        group, block = program - slow * inner, slow - batch * outer
     if TOKENS_FIRST:
         group, block = block, group
-    batch = batch.to(tl.int64)
+    if WIDE:
+        group, block, batch = group.to(tl.int64), block.to(tl.int64), batch.to(tl.int64)
     tile = tl.arange(0, TOKENS * HEADS)
-    token = block.to(tl.int64) * TOKENS + tile // HEADS
+    token = block * TOKENS + tile // HEADS
     head = tile % HEADS
     is_token = token < tokens
     pair = tl.arange(0, WIDTH)
@@ -116,7 +122,7 @@ def kernel(
 
     at = batch * row_batch + token * row_token
     if EXACT:
-        position = token * advance
+        position = (token * advance).to(tl.int64)
         if HAS_ROWS:
             position = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
         turns = tl.load(cos_or_turns + pair, mask=is_pair, other=0)
@@ -276,7 +282,7 @@ def _moved(
 
 def _run(launch: Plan, operands: tuple[Tensor, ...], count: int, factor: float) -> None:
     with on_device(index_of(operands[0])):
-        kernel[(launch.programs,)](*operands, *launch.numbers, count, factor, **_options(launch))
+        kernel[launch.grid](*operands, *launch.numbers, count, factor, **_options(launch))
 
 
 def _options(launch: Plan) -> dict[str, int | bool]:
@@ -304,7 +310,7 @@ def prepared(
         return None
     operands = xs[0], xs[-1], outs[0], outs[-1], *source.memory
     arguments = *operands, *launch.numbers, source.limit, source.factor
-    return by_addresses(kernel, launch.programs, arguments, _options(launch))
+    return by_addresses(kernel, launch.grid, arguments, _options(launch))
 
 
 def record(
@@ -324,7 +330,7 @@ def record(
     if launch.programs:
         # functionalization takes what is written twice for two tensors, one of which is not written
         other = outs[1] if len(outs) > 1 else outs[0].new_empty(1)
-        torch.library.wrap_triton(kernel)[(launch.programs,)](
+        torch.library.wrap_triton(kernel)[launch.grid](
             *(xs[0], xs[-1], outs[0], other, *source.memory, *launch.numbers, source.limit),
             source.factor, num_warps=launch.warps,
             **{**launch.constants, "ROUNDED": not launch.constants["EXACT"]},

@@ -113,11 +113,11 @@ class _Arguments(threading.local):
 
 def by_addresses(
     kernel: triton.JITFunction,
-    programs: int,
+    grid: tuple[int, int, int],
     arguments: Sequence[object],
     options: Mapping[str, object],
 ) -> Launch | None:
-    """Return a launch of `programs` programs, compiled and loaded for the device of the tensors.
+    """Return a launch of this grid, compiled and loaded for the device of the tensors.
 
     arguments  those of the kernel in order: tensors, of the dtypes and alignment of those of later
                calls, and numbers, which are the same in all calls
@@ -134,7 +134,7 @@ def by_addresses(
     if call is None or not isinstance(kernel, triton.JITFunction) or torch.version.hip:
         return None
     tensors = [x for x in arguments if isinstance(x, Tensor)]
-    index, grid = index_of(tensors[0]), (programs, 1, 1)
+    index = index_of(tensors[0])
     with on_device(index):
         code = kernel.warmup(*arguments, grid=grid, **options)
         code[grid]  # the module is loaded here

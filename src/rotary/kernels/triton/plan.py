@@ -7,6 +7,7 @@ entry.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from ..geometry import Geometry
 
 _THREADS = 64  # of a program, if there are many programs
 _VECTOR = 16  # bytes of the widest load
+_GRID = 65535  # programs along the second and the third axis of a grid, at most
 ALIGNED = _VECTOR - 1  # the bits of an address that are 0 if so many can be read at a time
 
 
@@ -38,11 +40,16 @@ class Angles(NamedTuple):
 class Plan(NamedTuple):
     """The arguments of a launch, except memory."""
 
-    programs: int
+    grid: tuple[int, int, int]
     numbers: tuple[int, ...]  # the arguments of the kernel from `q_batch` to `outer_shift`
     constants: dict[str, int]
     warps: int
     corners: tuple[tuple[int, ...], ...]  # offsets of q, k, outputs and angles, for each launch
+
+    @property
+    def programs(self) -> int:
+        """How many programs the grid has."""
+        return math.prod(self.grid)
 
 
 @lru_cache(maxsize=1024)
@@ -106,8 +113,11 @@ def plan(
     inner, outer = (groups, blocks) if is_by_token else (blocks, groups)
     order = (batch, token_steps, head_steps)
     last = geometry.start + 2 * geometry.pairs
+    grid = grid_of(inner, outer, batches)
+    counts = batches - 1, token_count - 1, max(q_heads, k_heads, 1) - 1
+    farthest = max(sum(map(operator.mul, counts, steps)) for steps in zip(*order, strict=True))
     return Plan(
-        batches * blocks * groups,
+        grid,
         (
             *(step[array] // align for array in range(4) for step in order),
             *(batch[4] // row_align, token_steps[4] // row_align),
@@ -135,10 +145,22 @@ def plan(
             "AXES": angles.axes,
             "ROUNDED": False,
             "TOKENS_FIRST": not is_by_token,
+            "GRID_3D": grid == (inner, outer, batches),
+            "WIDE": farthest + q[-1] >= 2**31,
         },
         (2 if pairs < 4 * processors * tile else 1) * _THREADS // lanes,
         _corners(merged),
     )
+
+
+def grid_of(inner: int, outer: int, batches: int) -> tuple[int, int, int]:
+    """Return the grid of so many programs along each axis; of one axis if it is too long for three.
+
+    >>> grid_of(5, 2, 3), grid_of(5, 131072, 1)
+    ((5, 2, 3), (655360, 1, 1))
+    """
+    grid = inner, outer, batches
+    return grid if max(grid[1:]) <= _GRID else (math.prod(grid), 1, 1)
 
 
 def inverse_of(divisor: int) -> tuple[int, int]:
