@@ -199,7 +199,7 @@ def stub_of_cuda(
             stub.device = before
 
     modules = (
-        *(torch_state, torch_tables, torch_launch, torch_ready, torch_kernel),
+        *(torch_state, torch_tables, torch_launch, torch_ready, torch_gpu, torch_kernel),
         *(torch_fused, torch_fused_ready),
     )
     with ExitStack() as stack:

@@ -225,7 +225,7 @@ def light_alone(monkeypatch):
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """What a patched model gives our kernel to rotate: (q, k) of each call, without the trials."""
-    from rotary.integrations import rotations
+    from rotary.integrations import conventions, rotations
 
     calls, is_trial = [], []
 
@@ -241,8 +241,8 @@ def kernel_calls(monkeypatch):
         finally:
             is_trial.pop()
 
-    original, trial = rotations.rotate, rotations._agrees
-    monkeypatch.setattr(rotations, "rotate", rotate)
+    original, trial = conventions.rotate, rotations._agrees
+    monkeypatch.setattr(conventions, "rotate", rotate)
     monkeypatch.setattr(rotations, "_agrees", agrees)
     return calls
 

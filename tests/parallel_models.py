@@ -42,7 +42,7 @@ from experiments.lab.model import Config, build
 
 import rotary
 from rotary import positions
-from rotary.integrations import rotations
+from rotary.integrations import conventions
 
 BATCH, SEQ, VOCABULARY = 2, 32, 96
 CONTEXT = TENSOR = 2
@@ -385,7 +385,7 @@ def main() -> None:
 
 def work(arguments: argparse.Namespace, store: str = "env://", rank: int = -1) -> None:
     """What one rank does; by default the one that torchrun has told this process to be."""
-    rotations.rotate = _counted  # in this process alone, and not where the tests import the names
+    conventions.rotate = _counted  # in this process alone, and not where the tests import the names
     if arguments.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(

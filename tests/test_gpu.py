@@ -504,3 +504,84 @@ def test_a_fused_call_is_that_of_the_host(name, dtype):
     for is_stored in (False, True):
         for y, z in zip(call("cuda", is_stored), call("cpu", is_stored), strict=True):
             torch.testing.assert_close(y, z, rtol=1e-5, atol=step)
+
+
+# --- a patched model ---
+
+
+def turned(q, k, cos, sin):
+    """The rotation of most models: tables of full width, in halves."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    half = cos.shape[-1] // 2
+    return tuple(x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+
+
+def turned_pairs(q, k, cos, sin):
+    """The same of adjacent channels, each column twice."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple(x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+                 for x in (q, k))  # fmt: skip
+
+
+def turned_complex(q, k, freqs_cis):
+    both = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) for x in (q, k))
+    return tuple(torch.view_as_real(x * freqs_cis[:, None]).flatten(-2).to(q.dtype) for x in both)
+
+
+MODELS = {
+    turned: ("half", lambda cos, sin: [torch.cat((table, table), -1) for table in (cos, sin)]),
+    turned_pairs: (
+        "interleaved",
+        lambda cos, sin: [table.repeat_interleave(2, -1) for table in (cos, sin)],
+    ),
+    turned_complex: (
+        "interleaved",
+        lambda cos, sin: [torch.complex(cos.float(), sin.float())],
+    ),
+}
+
+
+def replaced(function):
+    from rotary.integrations.rotations import conventions_of, replacement_of
+
+    return replacement_of(function, *conventions_of(function))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("seq", [1, 37])
+@pytest.mark.parametrize("function", MODELS)
+def test_a_patched_model_rotates_by_its_own_tables(function, seq, mode, launches):
+    layout, widened = MODELS[function]
+    with mode():
+        q = randn(2, 8, seq, 128, dtype=torch.bfloat16, grad=mode is torch.enable_grad)
+        k = randn(2, 2, seq, 128, seed=1, dtype=torch.bfloat16)
+        cos, sin = (table.bfloat16() for table in tables(2, seq, 64))
+        ours, given = replaced(function), widened(cos, sin)
+        launches.clear()
+        got = ours(q, k, *given)
+        assert len(launches) >= 1
+        for x, y in zip((q, k), got, strict=True):
+            same(y.detach(), wanted(x, cos.float(), sin.float(), Options(layout, seq_dim=-2)))
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_a_captured_patched_model_reads_tables_that_change(has_grad):
+    """Copies of the tables that were made before the graph would be those of the first step."""
+    q = randn(1, 8, 1, 128, dtype=torch.bfloat16, grad=has_grad)
+    k = randn(1, 2, 1, 128, seed=1, dtype=torch.bfloat16)
+    ours, widened = replaced(turned), MODELS[turned][1]
+    given = widened(*(table.bfloat16() for table in tables(1, 1, 64)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ours(q, k, *given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ours(q, k, *given)
+    for step in range(3):
+        for table in given:
+            table.mul_(0.5)
+        graph.replay()
+        want = ours(q, k, *[table.clone() for table in given])
+        assert all(map(torch.equal, captured, want)), step

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import triton
 from benchmarks.stub_cuda import stub_of_cuda
 
+from rotary.integrations.rotations import conventions_of, replacement_of
 from rotary.kernels.torch import angles as torch_tables
 from rotary.kernels.torch import gpu as torch_gpu
 from rotary.kernels.torch import ready as torch_ready
@@ -104,6 +105,68 @@ WAYS = {
     "three axes": partial(at, spec=AXES),
     "backwards": partial(at, conjugate=True),
 }  # fmt: skip
+
+
+def turned(q, k, cos, sin):
+    """The rotation of a model: tables of full width, in halves."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple(x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin for x in (q, k))
+
+
+def turned_pairs(q, k, cos, sin):
+    """The same of adjacent channels: each column twice."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple(x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+                 for x in (q, k))  # fmt: skip
+
+
+def turned_complex(q, k, freqs_cis):
+    both = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) for x in (q, k))
+    return tuple(torch.view_as_real(x * freqs_cis[:, None]).flatten(-2).to(q.dtype) for x in both)
+
+
+OURS = {function: replacement_of(function, *conventions_of(function))
+        for function in (turned, turned_pairs, turned_complex)}  # fmt: skip
+COMPLEX = torch.complex(*torch.randn(2, 3, 1, 8))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("function", "tables", "starts"),
+    [
+        (turned, [torch.randn(3, 1, 8).repeat(1, 1, 2).bfloat16() for _ in "cs"], (0, 0)),
+        (
+            turned_pairs,
+            [torch.randn(3, 1, 8).repeat_interleave(2, -1).bfloat16() for _ in "cs"],
+            (0, 0),
+        ),
+        (turned_complex, [COMPLEX], (0, 4)),
+    ],
+    ids=["halves", "pairs", "complex"],
+)
+def test_a_patched_model_is_one_launch_by_its_own_tables(stub, function, tables, starts, mode):
+    """No copy of the tables is made, which a graph or a write could leave behind."""
+    q, k = q_and_k()
+    with mode():
+        tables = [table.clone() for table in tables]
+        for _ in range(3):
+            stub.forget()
+            results = OURS[function](q, k, *tables)
+            assert [result.shape for result in results] == [q.shape, k.shape]
+            (launch,) = stub.launches
+            at = [table.data_ptr() for table in (tables[0], tables[-1])]
+            assert launch.pointers[4:6] == (at[0] + starts[0], at[1] + starts[1])
+            assert launch.pointers[:2] == (q.data_ptr(), k.data_ptr())
+            tables = [table.clone() for table in tables]
+    assert not any(vars(table) for table in tables)
+
+
+def test_a_patched_model_with_gradients_rotates_by_copies_of_its_tables(stub):
+    tables = [torch.randn(3, 1, 8).repeat(1, 1, 2).bfloat16() for _ in "cs"]
+    results = OURS[turned](*q_and_k(grad=True), *tables)
+    (launch,) = stub.launches
+    assert launch.pointers[4] != tables[0].data_ptr()
+    assert all(result.requires_grad for result in results)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rotary.integrations import norms, rotations
+from rotary.integrations import conventions, norms
 from rotary.integrations.transformers import patch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,13 +23,13 @@ BOTH = "half, with q_norm and k_norm"
 @pytest.fixture
 def fused_calls(monkeypatch):
     """(q, k) of each fused call; arrays of any size are fused."""
-    calls, original = [], rotations.fused
+    calls, original = [], conventions.fused
 
     def fused(q, k, *args, **kwargs):
         calls.append((q, k))
         return original(q, k, *args, **kwargs)
 
-    monkeypatch.setattr(rotations, "fused", fused)
+    monkeypatch.setattr(conventions, "fused", fused)
     monkeypatch.setattr(norms, "MIN_NUMBERS", 1)
     return calls
 

@@ -31,6 +31,7 @@ from rotary.kernels.torch import angles as torch_tables
 from rotary.kernels.torch import checks as torch_checks
 from rotary.kernels.triton import kernel as compiled
 from rotary.kernels.triton import plan as launch
+from rotary.kernels.triton import sources
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +179,28 @@ def test_every_grid_and_width_of_offsets_gives_the_same(
     for one, other in zip(results, exact, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=2e-6)
     assert len({len(set(grid)) > 1 for grid in taken}) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "column", "layout", "has_rows"),
+    list(pairwise((torch.float32, torch.bfloat16, torch.float16), (1, 2), LAYOUTS, (False, True))),
+)
+def test_tables_of_a_model_are_read_where_they_are(dtype, column, layout, has_rows):
+    """In 16 bits, and every second column: the bits of float32 tables without gaps."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(2, 5, 16, generator=generator).to(dtype)
+    tables = [table[:, :8] if column == 1 else table[:, ::2] for table in wide]
+    assert sources.are_walked_alike(*tables)
+    q, k = (torch.randn(2, 5, heads, 16, generator=generator) for heads in (4, 2))
+    rows = torch.randint(5, (2, 5), generator=generator) if has_rows else None
+    options = Options(*layout, seq_dim=-3)
+    shapes, tokens = (tuple(q.shape), tuple(k.shape)), (2, 5) if has_rows else None
+    geometry = geometry_of(shapes, (5, 8), tokens, options)
+    got = kernel.rotate((q, k), *tables, rows, geometry, None)
+    plain = [table.float().contiguous() for table in tables]
+    layouts = {"layout": layout[0], "out_layout": layout[1]}
+    want = rotary.rotate((q, k), *plain, **layouts, seq_dim=-3, positions=rows)
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("case", range(40))

@@ -14,73 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fused import Norm, fused
-from ..rotate import rotate
-from ..spec import Rotary
+from ..fused import Norm
+from .conventions import CHOICES, Convention, rotate_by
 from .norms import deferred_norm, is_deferred, weight_and_eps
-from .styles import REFUSALS, as_argument, full_width, prepared
+from .styles import REFUSALS, as_argument, full_width
 
 TOLERANCE = 4e-6  # a few float32 roundings of values below 8
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS = ("half", "interleaved")
-_COUNTS = {"complex": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}  # tables of each style
-# parameters of diffusers and timm that choose one of several rotations, and all their values
-_CHOICES: Mapping[str, tuple[object, ...]] = {
-    "use_real": (True, False),
-    "use_real_unbind_dim": (-1, -2),
-    "sequence_dim": (1, 2),
-    "half": (False, True),
-}
 _PAIRS = (("cos", "sin"), ("freqs_cos", "freqs_sin"), ("cos_emb", "sin_emb"))
 _SINGLE = re.compile(r"freqs_ci|emb$")  # one parameter that holds both
 
 _BATCH, _SEQ, _HEAD_DIM = 2, 5, 16
 
 
-class Convention(NamedTuple):
-    """What a rotation function takes, and which channels it rotates by which column of a table.
-
-    parameters  its parameters; the first `operands` are rotated
-    tables      the one or two parameters that hold cos and sin
-    holder      "each": a parameter holds cos, sin or both as complex numbers; "tuple": one holds
-                (cos, sin); "joined": one tensor holds sin and then cos along its last axis
-    defaults    of the other parameters, which must keep these values
-    chosen      (parameter, value) of parameters in `_CHOICES`, for which the convention holds
-    new_axis    axis of size one that the tables get; "unsqueeze_dim" if that parameter sets it
-    style       how a table holds its pairs, one of those in `styles`
-    start       which channels a narrower table rotates: "leading", "trailing", or None: refused
-    clockwise   pairs are rotated by -angle
-    promotes    the result has the wider dtype of x and table; else that of x
-    by_config   the layout is that of the weights by the config, not that of the function
-    has_prefix  tokens before those of the tables are not rotated
-    """
-
-    parameters: tuple[str, ...]
-    operands: int
-    tables: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    new_axis: int | str | None
-    style: str
-    layout: str
-    out_layout: str
-    clockwise: bool
-    start: str | None = None
-    promotes: bool = False
-    by_config: bool = False
-    has_prefix: bool = False
-    holder: str = "each"
-    chosen: tuple[tuple[str, object], ...] = ()
-
-    def __str__(self) -> str:
-        layout = self.layout
-        layout += f" in, {self.out_layout} out" if self.out_layout != layout else ""
-        layout += ", clockwise" if self.clockwise else ""
-        return layout + (", as the config says" if self.by_config else "")
-
-
 @functools.lru_cache(maxsize=256)
 def conventions_of(function: Callable[..., object]) -> tuple[Convention, ...]:
-    """Return a `Convention` for each combination of values of the parameters in `_CHOICES`.
+    """Return a `Convention` for each combination of values of the parameters in `CHOICES`.
 
     Raises ValueError as `convention_of` does, if it fails for all of them.
 
@@ -91,11 +40,11 @@ def conventions_of(function: Callable[..., object]) -> tuple[Convention, ...]:
     >>> [(convention.chosen, convention.layout) for convention in conventions_of(turned)]
     [((('half', False),), 'interleaved'), ((('half', True),), 'half')]
     """
-    names = [name for name in inspect.signature(function).parameters if name in _CHOICES]
+    names = [name for name in inspect.signature(function).parameters if name in CHOICES]
     if not names:
         return (convention_of(function),)
     conventions, error = [], ValueError("computes no rotation of q and k that rotary knows")
-    for values in itertools.product(*[_CHOICES[name] for name in names]):
+    for values in itertools.product(*[CHOICES[name] for name in names]):
         try:
             conventions.append(convention_of(function, tuple(zip(names, values, strict=True))))
         except ValueError as refused:
@@ -163,26 +112,27 @@ def replacement_of(
         conventions = tuple([each._replace(promotes=False) for each in conventions])
     convention = conventions[0]
     operands = convention.parameters[: convention.operands]
-    needed = (*operands, *convention.tables)
+    needed = {*operands, *convention.tables}
 
     @functools.wraps(function, updated=())
     def rotation(*args: Any, rotary_norms: Sequence[nn.Module] = (), **kwargs: Any) -> Any:
         values = dict(zip(convention.parameters, args, strict=False), **kwargs)
         is_complete = (
             len(values) == len(args) + len(kwargs)
-            and all([isinstance(values.get(name), Tensor) for name in operands])
-            and all([name in values for name in needed])
+            and values.keys() >= needed
+            and isinstance(values[operands[0]], Tensor)
+            and isinstance(values[operands[-1]], Tensor)
         )
         if rotary_norms:
             deferred = [(name, norm) for name, norm in zip(operands, rotary_norms, strict=False)
                         if name in values and is_deferred(norm, values[name])]  # fmt: skip
             norm = _norm_of(dict(deferred), operands) if is_complete and deferred else None
-            if norm is not None and (rotated := _rotated(convention, values, norm)) is not None:
+            if norm is not None and (rotated := rotate_by(convention, values, norm)) is not None:
                 return rotated
             values |= {name: deferred_norm(norm, values[name]) for name, norm in deferred}
             args, kwargs = (), values
         for each in conventions if is_complete else ():
-            rotated = _rotated(each, values)
+            rotated = rotate_by(each, values)
             if rotated is not None:
                 return rotated
         if convention.by_config:
@@ -192,7 +142,7 @@ def replacement_of(
                 "weights back to its own layout"
             )
         if is_complete and keeps_dtype and len(convention.tables) == 2:
-            dtype = values[needed[0]].dtype
+            dtype = values[operands[0]].dtype
             return function(**values | {name: values[name].to(dtype) for name in convention.tables})
         return function(*args, **kwargs)
 
@@ -207,69 +157,6 @@ def _norm_of(deferred: Mapping[str, nn.Module], operands: Sequence[str]) -> Norm
         return None
     weights = [None if fact is None else fact[0] for fact in (*facts, None)]
     return Norm(weights[0], weights[1], norms[0][1], add_one=norms[0][2])
-
-
-def _rotated(convention: Convention, arguments: Mapping[str, Any], norm: Norm | None = None) -> Any:
-    """Return the rotation for these arguments; None if `rotary.rotate` cannot compute it.
-
-    With `norm`, q and k are normalized first, in the same pass.
-    """
-    values: dict[Any, Any] = {**convention.defaults, **arguments}
-    if convention.chosen and any([values[name] != value for name, value in convention.chosen]):
-        return None
-    axis = values.get(convention.new_axis, convention.new_axis)  # of the parameter, or the number
-    xs = tuple([arguments[name] for name in convention.parameters[: convention.operands]])
-    tables = tuple([arguments[name] for name in convention.tables])
-    if convention.holder == "tuple" and isinstance(tables[0], (tuple, list)):
-        tables = tuple(tables[0])
-    is_default = [
-        values[name] is default or name == convention.new_axis or name in _CHOICES
-        for name, default in convention.defaults.items()
-    ]
-    if (
-        not all(is_default)
-        or len(values) != len(convention.parameters)
-        or not all([isinstance(table, Tensor) for table in tables])
-        or len(tables) != (1 if convention.holder == "joined" else _COUNTS[convention.style])
-        or xs[0].ndim < 2
-        or xs[0].dtype not in _DTYPES
-        or any([x.dtype != xs[0].dtype for x in xs])
-        or (halves := prepared(convention.style, tables, axis, xs[0].shape, convention.has_prefix))
-        is None
-    ):
-        return None
-    cos, sin = halves
-    if convention.promotes and tables[0].dtype == torch.float32:
-        xs = tuple([x.float() for x in xs])
-    head_dim, rotary_dim = xs[0].shape[-1], 2 * cos.shape[-1]
-    if rotary_dim != head_dim and convention.start is None:
-        return None
-    start = head_dim - rotary_dim if convention.start == "trailing" else 0
-    seq_dim = -2 if cos.shape[-2] == xs[0].shape[-2] else -3
-    layout, out_layout = convention.layout, convention.out_layout
-    try:
-        if norm is not None:
-            if convention.clockwise:
-                return None
-            spec = _slice(head_dim, rotary_dim, start, layout, out_layout)
-            q, k = (*xs, None)[:2]
-            rotated = fused(q, k, None, spec, tables=(cos, sin), norm=norm, seq_dim=seq_dim)
-        else:
-            rotated = rotate(
-                xs, cos, sin, layout=layout, out_layout=out_layout, rotary_dim=rotary_dim,
-                start=start, seq_dim=seq_dim, conjugate=convention.clockwise,
-            )  # fmt: skip
-    except ValueError:  # of shapes
-        return None
-    if norm is not None:
-        return rotated[:2] if convention.operands == 2 else rotated[0]
-    return rotated if convention.operands == 2 else rotated[0]
-
-
-@functools.lru_cache(maxsize=64)
-def _slice(head_dim: int, rotary_dim: int, start: int, layout: str, out_layout: str) -> Rotary:
-    """Return a spec for the pairs alone; the tables are those of the model."""
-    return Rotary(head_dim, rotary_dim, start, layout=layout, out_layout=out_layout)
 
 
 # --- trying a function ---
@@ -310,7 +197,7 @@ def _agrees(
     """
     arguments = _random(convention, trial, rotary_dim)
     with torch.no_grad():
-        ours = _rotated(convention, arguments)
+        ours = rotate_by(convention, arguments)
         try:
             theirs = None if ours is None else function(**arguments)
         except REFUSALS:

@@ -45,11 +45,28 @@ def half_width(
 ) -> tuple[Tensor, Tensor] | None:
     """Return (cos, sin) as `rotary.rotate` takes them, half width and float32; None if impossible.
 
-    axis  where to insert an axis of size one
-    ndim  number of axes of the result; missing axes are added in front
+    Arguments as of `half_views`.
 
     >>> half_width("repeat", [torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2)[0]
     tensor([1., 2.])
+    """
+    halves = half_views(style, tables, axis, ndim)
+    if halves is None:
+        return None
+    cos, sin = (half.float().contiguous() for half in halves)
+    return cos, sin
+
+
+def half_views(
+    style: str, tables: Sequence[Tensor], axis: int | None, ndim: int | None
+) -> tuple[Tensor, Tensor] | None:
+    """Return the columns of cos and sin for each pair, in the memory of the tables, or None.
+
+    axis  where to insert an axis of size one
+    ndim  number of axes of the result; missing axes are added in front
+
+    >>> half_views("repeat", [torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2, None, 2)[0]
+    tensor([[1., 2.]])
     """
     if tables[0].is_complex() != (style == "complex"):
         return None
@@ -72,12 +89,12 @@ def half_width(
     missing = 0 if ndim is None else ndim - cos.ndim - (axis is not None)
     if missing < 0:
         return None
-    result = []
+    halves = []
     for table in (cos, sin):
         half = table[..., columns]
         half = half if axis is None else half.unsqueeze(axis)
-        result.append(half[(None,) * missing].float().contiguous())
-    return result[0], result[1]
+        halves.append(half[(None,) * missing])
+    return halves[0], halves[1]
 
 
 def prepared(
@@ -92,24 +109,35 @@ def prepared(
     has_prefix  x may have tokens before those of the tables: they get an angle of 0
 
     The result is stored on the first table, so it is freed with that table. It is computed anew if
-    a write to the tables would not be seen: torch does not count those to inference tensors.
+    a write to the tables would not be seen: torch does not count those to inference tensors, nor
+    those of a CUDA graph, for which a call is captured once.
     """
-    rows = tables[0].shape[-2] if tables[0].ndim > 1 else 0
+    first, last = tables[0], tables[-1]
+    rows = first.shape[-2] if has_prefix and first.ndim > 1 else 0
     key = style, axis, len(shape), shape[-2] - rows if has_prefix else 0
-    if torch.compiler.is_compiling() or any(
-        [t.requires_grad or t.is_inference() or not has_memory(t) for t in tables]
+    if (
+        torch.compiler.is_compiling()
+        or first.requires_grad
+        or last.requires_grad
+        or first.is_inference()
+        or last.is_inference()
+        or (first.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
         return _after_prefix(tables, *key)
-    first, last = tables[0], tables[-1]
-    versions = [(version_of(table), table.data_ptr()) for table in tables]
-    cached = vars(first).setdefault(_CACHED, {})
     other = None if last is first else last  # a table must not refer to itself
-    if key in cached and cached[key][0] is other and cached[key][1] == versions:
-        halves: tuple[Tensor, Tensor] | None = cached[key][2]
+    cached = vars(first).get(_CACHED, {})
+    kept, *facts = cached.get(key, (first,))
+    if kept is other and facts[0] == _versions(first, last):
+        halves: tuple[Tensor, Tensor] | None = facts[1]
         return halves
     halves = _after_prefix(tables, *key)
-    cached[key] = other, versions, halves
+    if all(map(has_memory, tables)):
+        vars(first)[_CACHED] = {**cached, key: (other, _versions(first, last), halves)}
     return halves
+
+
+def _versions(first: Tensor, last: Tensor) -> tuple[object, ...]:
+    return version_of(first), version_of(last), first.data_ptr(), last.data_ptr()
 
 
 def _after_prefix(

@@ -29,6 +29,7 @@ from torch import nn
 from ..checkpoint.layout import disagreement, marked_layout, seen_in_model
 from ..checkpoint.names import LEFT, classify
 from . import tables
+from .conventions import Convention
 from .methods import (
     attribute_of,
     copy_calling,
@@ -40,7 +41,7 @@ from .methods import (
     set_method,
 )
 from .norms import CALLED, MovedNorms, move_norms, norm_or_defer, rms_norm_of
-from .rotations import Convention, conventions_of, replacement_of
+from .rotations import conventions_of, replacement_of
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,13 @@ from ..geometry import AngleOptions, Angles, Geometry, Options, geometry_of, seq
 from ..memory import extent
 from ..triton.plan import ALIGNED
 from ..triton.sources import are_walked_alike, from_tables, from_turns
+from . import ready
 from .angles import arange, axis_turns, radians_of
 from .checks import check_memory, check_no_inference, check_operands, check_xs
 from .launch import form, formula, gpu_kernel, is_for_gpu
 from .private import increment_version, stays_in_place
 from .ready import Run, Tables, data_ptr, maker_of_outputs, remember
-from .state import INTEGERS
+from .state import INTEGERS, is_on_gpu, is_recorded_by_dynamo, wants_grad
 
 Addresses = tuple[int, ...]
 # that of `triton/launch.py`, which needs Triton to import: whether the alignment is known to fit
@@ -92,6 +94,60 @@ def rotate(
     positions = tables[0] if tables else None
     steps, factor = turns_of(rotation.angles, xs[0])
     return tuple(kernel.rotate_exact(xs, steps, factor, positions, rotation.geometry, out))
+
+
+def by_views(
+    xs: Sequence[Tensor],
+    tables: Tables,
+    views: Callable[..., tuple[Tensor, Tensor, Options] | None],
+    form: tuple[Hashable, ...],
+) -> tuple[Tensor, ...] | None:
+    """Rotate by parts of tables, which are read where they are; None if the kernel cannot.
+
+    views(xs, tables, *form) returns cos and sin in the memory of `tables`, as `rotary.rotate` takes
+    them, but perhaps in 16 bits, and the options; or None. It is called once for tensors of a form.
+    None also on a CPU, in a compiled call, and if a gradient is wanted. Raises ValueError for
+    shapes that do not fit.
+    """
+    if not is_on_gpu(xs[0]) or is_recorded_by_dynamo():
+        return None
+    return ready.run((views, form), xs, tables, None, _code_by_views, _together)
+
+
+def _together(*kind: object) -> tuple[object, ...]:
+    return kind
+
+
+def _code_by_views(
+    kind: tuple[Any, ...], xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+) -> Run | None:
+    views, form = kind
+    if not is_for_gpu((*xs, *tables)) or wants_grad(*xs, *tables):
+        return None
+    found = views(xs, tables, *form)
+    if found is None:
+        return None
+    *halves, options = found
+    if halves[0].dtype != halves[1].dtype or not is_for_gpu(halves):
+        return None
+    shapes = tuple([tuple(x.shape) for x in xs])
+    geometry = geometry_of(shapes, tuple(halves[0].shape), None, options)
+    launch, _ = _launch(Rotation(geometry, None), xs, halves, None)
+    if launch is None:
+        return None
+    new_q, new_k = (maker_of_outputs(x, 0) for x in (xs[0], xs[-1]))
+    starts = [view.data_ptr() - table.data_ptr()
+              for view, table in zip(halves, (tables[0], tables[-1]), strict=True)]  # fmt: skip
+
+    def code(
+        xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    ) -> tuple[Tensor, ...] | None:
+        outs = (new_q(), new_k()) if len(xs) > 1 else (new_q(),)
+        cos, sin = tables[0].data_ptr() + starts[0], tables[-1].data_ptr() + starts[1]
+        at = *map(data_ptr, (xs[0], xs[-1], outs[0], outs[-1])), cos, sin
+        return outs if launch(at, False) else None
+
+    return code
 
 
 def rotate_at(
@@ -178,7 +234,7 @@ def code_of(
 
 
 def _launch(
-    rotation: Rotation, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    rotation: Rotation, xs: Sequence[Tensor], tables: Sequence[Tensor], out: Sequence[Tensor] | None
 ) -> tuple[Launch | None, Addresses]:
     """Return a launch by addresses, None if it takes several, and the addresses of turns."""
     kernel = gpu_kernel(xs[0].device)

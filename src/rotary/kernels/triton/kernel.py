@@ -78,7 +78,7 @@ def kernel(
     inner, inner_inverse, inner_shift, outer, outer_inverse, outer_shift, count, factor,
     HEAD_DIM: tl.constexpr, START: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, ALIGN: tl.constexpr, TABLE_ALIGN: tl.constexpr,
-    READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
+    COLUMN: tl.constexpr, READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, NEGATE: tl.constexpr,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, HAS_ROWS: tl.constexpr, EXACT: tl.constexpr,
     AXES: tl.constexpr, ROUNDED: tl.constexpr, TOKENS_FIRST: tl.constexpr,
     GRID_3D: tl.constexpr, WIDE: tl.constexpr,
@@ -86,13 +86,13 @@ def kernel(
     """Rotate one tile: TOKENS tokens of HEADS heads of q, or of k.
 
     Strides are in units of ALIGN elements, so that Triton knows what divides them. A table row is
-    at `row_batch b + row_token t`, or `step` times the number found there in `rows`. With EXACT the
-    position is the number in `rows`, or without them `advance t`; `step` is the stride between its
-    axes, and PAIRS that between the turns of the axes. BEFORE and AFTER say how many channels
-    before and after the rotated ones are copied at once, 0 for none. With TOKENS_FIRST the next
-    program takes the next tokens, else the next heads; `inner` and `outer` say how many there are.
-    They are the first axes of the grid with GRID_3D; a longer grid has one axis. With WIDE offsets
-    need 64 bits.
+    at `row_batch b + row_token t`, or `step` times the number found there in `rows`; COLUMN is the
+    stride between its columns. With EXACT the position is the number in `rows`, or without them
+    `advance t`; `step` is the stride between its axes, and PAIRS that between the turns of the
+    axes. BEFORE and AFTER say how many channels before and after the rotated ones are copied at
+    once, 0 for none. With TOKENS_FIRST the next program takes the next tokens, else the next heads;
+    `inner` and `outer` say how many there are. They are the first axes of the grid with GRID_3D; a
+    longer grid has one axis. With WIDE offsets need 64 bits.
     """
     if GRID_3D:
         group, block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -140,9 +140,9 @@ def kernel(
             at = row * (step * TABLE_ALIGN)
         else:
             at = at * TABLE_ALIGN
-        column = at[:, None] + pair[None, :]
-        cos = tl.load(cos_or_turns + column, mask=readable, other=float("nan"))
-        sin = tl.load(sin_table + column, mask=readable, other=float("nan"))
+        column = at[:, None] + COLUMN * pair[None, :]
+        cos = tl.load(cos_or_turns + column, mask=readable, other=float("nan")).to(tl.float32)
+        sin = tl.load(sin_table + column, mask=readable, other=float("nan")).to(tl.float32)
     if NEGATE:
         sin = -sin
 
@@ -185,8 +185,8 @@ def rotate(
 ) -> tuple[Tensor, ...]:
     """Rotate every tensor of `xs` by tables of cos and sin, two tensors in one launch.
 
-    The caller has checked the arguments: float32 tables, `rows` whole numbers or None. A row number
-    outside the tables gives NaN, because checking it would wait for the device.
+    The caller has checked the arguments: tables of one of DTYPES, `rows` whole numbers or None. A
+    row number outside the tables gives NaN, because checking it would wait for the device.
     """
     if not are_walked_alike(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()

@@ -27,6 +27,7 @@ class Angles(NamedTuple):
     step     the stride between rows of an indexed table, or between the axes of a position
     seq      the axis of x along which positions grow by one, or None
     axes     the number of axes of a position
+    column   the stride between the columns of a table;  itemsize  bytes of one of its numbers
     """
 
     is_exact: bool
@@ -35,6 +36,8 @@ class Angles(NamedTuple):
     step: int = 0
     seq: int | None = None
     axes: int = 1
+    column: int = 1
+    itemsize: int = 4
 
 
 class Plan(NamedTuple):
@@ -99,7 +102,7 @@ def plan(
     align = math.gcd(vector, *(number for step in steps for number in step[:4]))
     is_indexed = angles.has_rows and not angles.is_exact
     table_steps = [angles.step] if is_indexed else [step[4] for step in steps]
-    table_align = 1 if angles.is_exact else math.gcd(_VECTOR // 4, *table_steps)
+    table_align = 1 if angles.is_exact else math.gcd(_VECTOR // angles.itemsize, *table_steps)
     row_align = 1 if angles.has_rows else table_align
 
     width = 1 << (geometry.pairs - 1).bit_length()
@@ -135,6 +138,7 @@ def plan(
             "HEADS": heads,
             "ALIGN": align,
             "TABLE_ALIGN": table_align,
+            "COLUMN": angles.column,
             "READ_HALF": geometry.layout == "half",
             "WRITE_HALF": geometry.out_layout == "half",
             "NEGATE": geometry.conjugate,

@@ -22,10 +22,14 @@ class Source(NamedTuple):
 
 
 def from_tables(cos: Tensor, sin: Tensor, rows: Tensor | None, geometry: Geometry) -> Source:
-    """Return a source of float32 tables with equal strides; `rows` are whole numbers or None."""
+    """Return a source of tables that `are_walked_alike`; `rows` are whole numbers or None."""
     walked = cos if rows is None else rows
     step = 0 if rows is None else cos.stride(0)
-    angles = Angles(False, rows is not None, along(walked, geometry.dims), step)
+    column = 1 if cos.shape[-1] == 1 else cos.stride(-1)
+    angles = Angles(
+        False, rows is not None, along(walked, geometry.dims), step,
+        column=column, itemsize=cos.itemsize,
+    )  # fmt: skip
     return Source((cos, sin, walked), angles, cos.shape[0], 1.0)
 
 
@@ -43,8 +47,8 @@ def from_turns(
 
 
 def are_walked_alike(cos: Tensor, sin: Tensor) -> bool:
-    """Whether both tables have the same strides and contiguous rows."""
-    return cos.stride() == sin.stride() and cos.stride(-1) == 1
+    """Whether both tables have the same strides, with columns side by side or every second one."""
+    return cos.stride() == sin.stride() and cos.stride(-1) in (1, 2)
 
 
 def along(tensor: Tensor, dims: tuple[int | None, ...]) -> tuple[int, ...]:
