@@ -93,7 +93,7 @@ def half_views(
     for table in (cos, sin):
         half = table[..., columns]
         half = half if axis is None else half.unsqueeze(axis)
-        halves.append(half[(None,) * missing])
+        halves.append(half[(None,) * missing] if missing else half)
     return halves[0], halves[1]
 
 
