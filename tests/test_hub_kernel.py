@@ -280,7 +280,7 @@ def test_every_function_of_transformers(package):
 
 
 @pytest.mark.parametrize("way", ["operators", "kernel"])
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_dtypes(dtype, table_dtype, way, package, request):
     done = request.getfixturevalue("launches") if way == "kernel" else None
@@ -293,7 +293,10 @@ def test_dtypes(dtype, table_dtype, way, package, request):
         assert is_near(mine, want, 1 if done is None else CUT_OFF[dtype])
     if done is not None:
         ((_, given, *_),) = done  # q and k in one launch
-        assert given[4].dtype == given[5].dtype == torch.float32  # cos and sin
+        is_copied = table_dtype == torch.float64
+        assert given[4].dtype == given[5].dtype == (torch.float32 if is_copied else table_dtype)
+        for mine, want in zip(given[4:6], (cos, sin), strict=True):
+            assert (mine.data_ptr() == want.data_ptr()) != is_copied
         assert got[0].stride() == q.stride()
 
 

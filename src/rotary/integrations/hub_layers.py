@@ -197,10 +197,11 @@ def _rotate(
     cos, sin = tables
     if is_tracing() or wants_grad(cos, sin) or not is_for_gpu((*xs, cos, sin)):
         return by_operators(xs, cos, sin, geometry)
-    angles = cos.float(), sin.float()
+    kernel = gpu_kernel(xs[0].device)
+    angles = tables if cos.dtype in kernel.DTYPES else (cos.float(), sin.float())
 
     def run(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return gpu_kernel(xs[0].device).rotate(xs, *angles, None, geometry, None)
+        return kernel.rotate(xs, *angles, None, geometry, None)
 
     if wants_grad(*xs):
         back = partial(_rotate, geometry=geometry.reversed())
