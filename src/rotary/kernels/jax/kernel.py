@@ -152,7 +152,11 @@ def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry, is_short: bool
         both = both.astype(work).reshape(*x.shape[:-1], pairs, 2)
         if geometry.out_layout == "interleaved" and (_is_for_gpu() or not is_short):
             return _joined((head, _side_by_side(both, cos, sin).astype(x.dtype), tail))
-        u, v = (part.squeeze(-1) for part in jnp.split(both, 2, axis=-1))
+        if _is_for_gpu():  # a gradient then takes half the time
+            flat = both.reshape(*x.shape[:-1], 2 * pairs)
+            u, v = (lax.slice_in_dim(flat, first, None, 2, -1) for first in (0, 1))
+        else:
+            u, v = (part.squeeze(-1) for part in jnp.split(both, 2, axis=-1))
     one, other = u * cos - v * sin, v * cos + u * sin
     if geometry.out_layout == "half":
         return _joined((head, one.astype(x.dtype), other.astype(x.dtype), tail))
