@@ -111,11 +111,11 @@ def fused(
     [0.0, 0.0, 7.0, 0.0, 0.0, 7.0, 0.0, 0.0]
     """
     kernel = kernel_of(q)
-    run = fused_of(q)
+    run = fused_of(kernel, q)
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
     for name, array in (("k", k), ("v", v)):
-        if array is not None and not kernel.takes(array):
+        if array is not None and type(array) is not type(q) and not kernel.takes(array):
             raise TypeError(
                 f"q, k and v must be of one library: {name} is a {type(array).__module__}."
                 f"{type(array).__qualname__}{hint_for(type(array))}"

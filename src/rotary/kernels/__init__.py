@@ -185,19 +185,20 @@ kernels_by_type: dict[type, SomeKernel] = {}  # filled as arrays come
 Fused = Callable[..., tuple[Operand, Operand, Operand]]
 
 
-def fused_of(array: object) -> Fused:
-    """Return the function that computes `rotary.fused` for an array; TypeError if there is none.
+def fused_of(kernel: SomeKernel, array: object) -> Fused:
+    """Return the function that computes `rotary.fused` for an array, whose kernel is known.
 
-    >>> fused_of(np.zeros(2)).__name__
+    TypeError if there is none.
+
+    >>> fused_of(kernel_of(np.zeros(2)), np.zeros(2)).__name__
     'fused'
     """
-    name = kernel_of(array).name
-    if name not in FUSED:
+    if kernel.name not in FUSED:
         raise TypeError(
             f"fused does not take a {_described(array)}: call rotary.rotate, and compute the other "
             "steps separately"
         )
-    return FUSED[name]()
+    return FUSED[kernel.name]()
 
 
 def _numpy_fused() -> Fused:

@@ -1,6 +1,9 @@
 """Repeats a fused call on tensors of known shapes: `ready.py` with weights and a cache."""
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, float32
 
@@ -48,33 +51,16 @@ def quick(
         memory, scales = (cache.rows, None, cache.slots), (scales[0], cache.scale, 1.0)
     if is_recorded_by_dynamo():
         return None
-    scaled = q, k, v if cache is None else memory[1]
-    fixed: list[float | str | None] = []
-    in_memory: list[Tensor | None] = []
-    for x, scale in zip(scaled, scales, strict=True):
-        if isinstance(scale, Tensor) and x is not None:
-            if scale.ndim < _WRITTEN and scale.dtype != float32:
-                return None  # the kernel would get a copy
-            fixed.append(None)
-            in_memory.append(scale)
-        elif x is None or type(scale) in (float, int, str):
-            fixed.append(1.0 if x is None else scale)
-            in_memory.append(None)
-        else:
+    in_memory: tuple[Tensor | None, ...] = _NOTHING
+    if not type(scales[0]) is type(scales[1]) is type(scales[2]) is float:
+        parted = _parted(scales, (q, k, v if cache is None else memory[1]))
+        if parted is None:
             return None
-    places: list[int] = []
-    xs: list[Tensor] = []
-    shared: dict[int, int] = {}  # guards take no tensor twice
-    for index, x in enumerate((q, k, v, *memory, *weights, *in_memory)):
-        if x is None:
-            places.append(ABSENT)
-            continue
-        place = len(xs) if index < _SHARED else shared.setdefault(id(x), len(xs))
-        if place == len(xs):
-            xs.append(x)
-        places.append(place)
+        scales, in_memory = parted
+    every = (q, k, v, *memory, *weights, *in_memory)
+    xs, places = _present(every)
     kind_of_cache = None if cache is None else type(cache)
-    kind = Kind(options, eps, add_one, dtype, tuple(fixed), kind_of_cache, tuple(places))
+    kind = Kind(options, eps, add_one, dtype, scales, kind_of_cache, places)
     read: Tables = tables
     if rows is not None:
         if not isinstance(rows, Tensor):
@@ -89,11 +75,57 @@ def quick(
         y = next(returned)
         return (y, next(returned)) if scale == TOKEN else y
 
-    of_q = taken(fixed[0])
+    of_q = taken(scales[0])
     if cache is not None:
         return of_q, None, None
-    of_k = None if k is None else taken(fixed[1])
-    return of_q, of_k, taken(fixed[2]) if v is not None and changes_v(stages) else v
+    of_k = None if k is None else taken(scales[1])
+    return of_q, of_k, taken(scales[2]) if v is not None and changes_v(stages) else v
+
+
+def _parted(
+    scales: tuple[object, ...], scaled: tuple[object, ...]
+) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]] | None:
+    """Return scales that are no tensors, and those that are; None if the kernel takes another."""
+    fixed: list[float | str | None] = []
+    in_memory: list[Tensor | None] = []
+    for x, scale in zip(scaled, scales, strict=True):
+        if isinstance(scale, Tensor) and x is not None:
+            if scale.ndim < _WRITTEN and scale.dtype != float32:
+                return None  # the kernel would get a copy
+            fixed.append(None)
+            in_memory.append(scale)
+        elif x is None or type(scale) in (float, int, str):
+            fixed.append(1.0 if x is None else scale)  # type: ignore[arg-type]  # one of these types
+            in_memory.append(None)
+        else:
+            return None
+    return tuple(fixed), tuple(in_memory)
+
+
+def _present(every: tuple[Tensor | None, ...]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Return the operands that a call has, and the `Kind.places` of all.
+
+    Guards take no tensor twice, so one that is only read has one place for all its uses.
+    """
+    xs = [x for x in every if x is not None]
+    if len({*map(id, xs)}) == len(xs):
+        return xs, _places(tuple([x is None for x in every]))
+    xs, places, shared = [], [], dict[int, int]()
+    for index, x in enumerate(every):
+        if x is None:
+            places.append(ABSENT)
+            continue
+        place = len(xs) if index < _SHARED else shared.setdefault(id(x), len(xs))
+        if place == len(xs):
+            xs.append(x)
+        places.append(place)
+    return xs, tuple(places)
+
+
+@functools.lru_cache
+def _places(are_absent: tuple[bool, ...]) -> tuple[int, ...]:
+    numbers = itertools.count()
+    return tuple([ABSENT if is_absent else next(numbers) for is_absent in are_absent])
 
 
 def _code(
