@@ -26,7 +26,7 @@ from ..stages import (
 )
 from ..triton.fused import kernel
 from ..triton.launch import by_addresses, index_of, on_device, processors_of
-from ..triton.plan import inverse_of
+from ..triton.plan import grid_of, inverse_of
 from ..triton.sources import along
 from .checks import check_outputs, check_writable, slots_of
 from .launch import mark_written
@@ -65,18 +65,18 @@ class Launch(NamedTuple):
     """A launch of the kernel: its arguments in order, and its options."""
 
     device: int
-    programs: int
+    grid: tuple[int, int, int]
     arguments: list[object]
     options: dict[str, object]
 
     def run(self) -> None:
         """Launch it by Triton."""
         with on_device(self.device):
-            kernel[(self.programs,)](*self.arguments, **self.options)
+            kernel[self.grid](*self.arguments, **self.options)
 
     def prepared(self) -> Callable[[tuple[int, ...], bool], bool] | None:
         """Return this launch for the addresses of its tensors, in order, compiled and loaded."""
-        return by_addresses(kernel, (self.programs, 1, 1), self.arguments, self.options)
+        return by_addresses(kernel, self.grid, self.arguments, self.options)
 
 
 def fused(
@@ -334,6 +334,7 @@ def _launch(
         numbers += [*array_numbers, used.x.shape[2] if is_there else 0, parts]
         constants |= array_constants
         programs += parts
+    grid = grid_of(programs, blocks, batches)
     steps = (cos if rows is None else rows).stride()[:2]
     batch_step = 0 if (cos if rows is None else rows).shape[0] == 1 else steps[0]
     row_step, count = (0, 0) if rows is None else (cos.stride(0), cos.shape[0])
@@ -353,11 +354,12 @@ def _launch(
         "HAS_ROWS": rows is not None,
         "ADD_ONE": int(norm is not None and norm.add_one),
         "SLOTS": slots is not None,
+        "GRID_3D": grid == (programs, blocks, batches),
         **constants,
         "num_warps": _WARPS if is_filled else 2 * _WARPS,
         "enable_fp_fusion": False,
     }
-    return Launch(index_of(cos), batches * blocks * programs, arguments, options)
+    return Launch(index_of(cos), grid, arguments, options)
 
 
 def _arguments(
@@ -391,9 +393,5 @@ def _arguments(
 
 
 def _power(number: int) -> int:
-    """Return the smallest power of two that is not less than `number`.
-
-    >>> _power(80), _power(1)
-    (128, 1)
-    """
+    """Return the smallest power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()

@@ -212,7 +212,7 @@ def kernel(
     sv_head, wv_head, v_number, v_heads, v_parts,
     PAIRS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, HAS_ROWS: tl.constexpr,
-    ADD_ONE: tl.constexpr, SLOTS: tl.constexpr,
+    ADD_ONE: tl.constexpr, SLOTS: tl.constexpr, GRID_3D: tl.constexpr,
     Q_DIM: tl.constexpr, Q_START: tl.constexpr, Q_REST: tl.constexpr, Q_NORM: tl.constexpr,
     Q_SCALE: tl.constexpr, Q_FORM: tl.constexpr, Q_LARGEST: tl.constexpr,
     K_DIM: tl.constexpr, K_START: tl.constexpr, K_REST: tl.constexpr, K_NORM: tl.constexpr,
@@ -223,13 +223,18 @@ def kernel(
     """Take all stages for a block of tokens and a part of the heads of q, k or v.
 
     A table row is at `row_batch b + row_token t`, or `step` times the number found there in `rows`.
+    With GRID_3D the grid has an axis each for parts, blocks of tokens and batch; else it has one.
     """
     ROWS: tl.constexpr = TOKENS * HEADS
-    program = tl.program_id(0)
-    tile = quotient(program, parts_inverse, parts_shift)
-    part = program - tile * parts
-    batch = quotient(tile, blocks_inverse, blocks_shift)
-    token = (tile - batch * blocks).to(tl.int64) * TOKENS + tl.arange(0, ROWS) // HEADS
+    if GRID_3D:
+        part, tile, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    else:
+        program = tl.program_id(0)
+        of_all = quotient(program, parts_inverse, parts_shift)
+        part = program - of_all * parts
+        batch = quotient(of_all, blocks_inverse, blocks_shift)
+        tile = of_all - batch * blocks
+    token = tile.to(tl.int64) * TOKENS + tl.arange(0, ROWS) // HEADS
     batch = batch.to(tl.int64)
     is_token = token < tokens
     pair = tl.arange(0, WIDTH)[None, :]
