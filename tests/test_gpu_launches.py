@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import triton
 from benchmarks.stub_cuda import stub_of_cuda
 
+from rotary.integrations import hub_layers
 from rotary.integrations.rotations import conventions_of, replacement_of
 from rotary.kernels.torch import angles as torch_tables
 from rotary.kernels.torch import gpu as torch_gpu
@@ -159,6 +160,34 @@ def test_a_patched_model_is_one_launch_by_its_own_tables(stub, function, tables,
             assert launch.pointers[:2] == (q.data_ptr(), k.data_ptr())
             tables = [table.clone() for table in tables]
     assert not any(vars(table) for table in tables)
+
+
+def test_a_layer_for_kernels_keeps_its_launch(stub, monkeypatch):
+    """By Triton, a launch of a layer takes longer than the steps of the model."""
+    monkeypatch.setattr(hub_layers, "gpu_kernel", lambda device: kernel)
+    layer, (q, k) = hub_layers.apply_rotary_transformers(), q_and_k()
+    tables = [torch.randn(3, 1, 8).repeat(1, 1, 2).bfloat16() for _ in "cs"]
+    layer(q, k, *tables)
+    (first,) = stub.launches
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_run", lambda *_: pytest.fail("launched by Triton"))
+        for x in (q, q.clone()):
+            stub.forget()
+            results = layer(x, k, *tables)
+            (launch,) = stub.launches
+            assert launch.pointers[0] == x.data_ptr()
+            assert launch.pointers[2:6] == tuple(t.data_ptr() for t in (*results, *tables))
+            assert launch.numbers == first.numbers
+    stub.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_launches", {})
+        patch.setattr(kernel, "prepared", lambda *_: None)
+        layer(q, k, *tables)
+    (by_triton,) = stub.launches
+    assert (by_triton.numbers, by_triton.programs) == (first.numbers, first.programs)
+    stub.forget()
+    layer(q[:2], k[:2], *[table[:2] for table in tables])
+    assert stub.launches[0].numbers != first.numbers
 
 
 def test_a_patched_model_with_gradients_rotates_by_copies_of_its_tables(stub):

@@ -201,7 +201,7 @@ def _rotate(
     angles = tables if cos.dtype in kernel.DTYPES else (cos.float(), sin.float())
 
     def run(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return kernel.rotate(xs, *angles, None, geometry, None)
+        return kernel.rotate_kept(xs, *angles, geometry)
 
     if wants_grad(*xs):
         back = partial(_rotate, geometry=geometry.reversed())

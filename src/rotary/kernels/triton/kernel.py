@@ -25,6 +25,8 @@ from .plan import Angles, Plan, plan
 from .sources import Source, are_walked_alike, from_tables, from_turns
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FORMS = 256  # of tensors, for which `rotate_kept` keeps launches at most
+_launches: dict[tuple[object, ...], Launch | None] = {}
 NUMBERS = (  # their values are not compiled in, so a new length does not wait for the compiler
     *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
     *("yq_batch", "yq_token", "yq_head", "yk_batch", "yk_token", "yk_head"),
@@ -311,6 +313,28 @@ def prepared(
     operands = xs[0], xs[-1], outs[0], outs[-1], *source.memory
     arguments = *operands, *launch.numbers, source.limit, source.factor
     return by_addresses(kernel, launch.grid, arguments, _options(launch))
+
+
+def rotate_kept(
+    xs: Sequence[Tensor], cos: Tensor, sin: Tensor, geometry: Geometry
+) -> tuple[Tensor, ...]:
+    """Rotate as `rotate` does, into new tensors; the launch is kept for tensors of one form."""
+    form: tuple[object, ...] = (geometry,)
+    for x in (*xs, cos, sin):
+        form += x.shape, x.stride(), x.dtype, index_of(x)
+    if form not in _launches:
+        if len(_launches) >= _FORMS:
+            _launches.clear()
+        outs = [torch.empty_like(x, device="meta") for x in xs]
+        is_alike, source = are_walked_alike(cos, sin), from_tables(cos, sin, None, geometry)
+        _launches[form] = prepared(xs, outs, source, geometry) if is_alike else None
+    launch = _launches[form]
+    if launch is not None:
+        results = tuple([torch.empty_like(x) for x in xs])
+        every = xs[0], xs[-1], results[0], results[-1], cos, sin
+        if launch(tuple([x.data_ptr() for x in every]), False):
+            return results
+    return rotate(xs, cos, sin, None, geometry, None)
 
 
 def record(
