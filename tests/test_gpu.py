@@ -457,6 +457,21 @@ def test_a_captured_graph_runs_again_at_other_positions_and_tables():
         assert torch.equal(outs[2], rotary.rotate(q, cos, sin, positions=ids, layout="half"))
 
 
+def test_tables_that_a_capture_makes_are_for_its_graph_alone():
+    """Until the graph runs they are empty; a call by itself must not find them in a cache."""
+    spec, q = Rotary(head_dim=64, base=31_000.0), randn(1, 2, 300, 64)
+    rotary.apply(spec, q[:, :, :5], precision="float32")  # frequencies go to the device
+    want = rotary.apply(spec, q.cpu(), precision="float32")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rotary.apply(spec, q, precision="float32")
+    got = rotary.apply(spec, q, precision="float32").cpu()
+    assert (got - want).abs().max() < 1e-4
+    graph.replay()
+    assert torch.equal(captured.cpu(), got)
+
+
 def test_a_call_follows_the_current_stream():
     x, (cos, sin) = randn(64, 32, 128), tables(64, 64)
     want = wanted(x * 3, cos, sin, Options(seq_dim=0))

@@ -569,3 +569,20 @@ def test_outputs_lie_on_the_device_of_their_input(devices, monkeypatch):
         assert asked == [((2, 5, 3, 8), x.stride(), torch.float32)]
     else:
         assert (y.device, y.stride(), asked) == (x.device, x.stride(), [])
+
+
+def test_tables_are_not_kept_while_a_graph_is_captured(monkeypatch):
+    """They would be empty until it runs; and those of the cache may be gone when it runs."""
+    spec, x = Rotary(head_dim=16, base=71.0), torch.zeros(3, 16)
+
+    def tables():
+        return rotary.angles.sequence_cos_sin(spec, x, 3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_tables, "is_capturing", lambda x: True)
+        first, second = tables(), tables()
+    kept, again = tables(), tables()
+    at = [cos.data_ptr() for cos, _ in (first, second, kept, again)]
+    assert len({*at[:3]}) == 3
+    assert at[2] == at[3]
+    assert all(torch.equal(cos, kept[0]) for cos, _ in (first, second))

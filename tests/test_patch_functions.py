@@ -27,6 +27,7 @@ from transformers.models.nanochat.modeling_nanochat import apply_rotary_pos_emb 
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as olmo2
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision as vision
 
+from rotary.integrations import styles
 from rotary.integrations.rotations import convention_of, conventions_of, replacement_of
 from rotary.integrations.transformers import patch, unpatch
 
@@ -165,6 +166,18 @@ def test_tables_written_where_torch_does_not_count_it_are_read_again(how):
         else:
             cos.mul_(2)
         assert torch.equal(ours(q, k, cos, sin)[0], 2 * q)
+
+
+def test_copies_of_tables_are_not_kept_while_a_graph_is_captured(monkeypatch):
+    """The graph must make them again: its tables may change from one run to the next."""
+    cos, sin = torch.ones(1, 3, 16), torch.zeros(1, 3, 16)
+    shape = (1, 4, 3, 16)
+    kept = styles.prepared("halves", (cos, sin), 1, shape)
+    monkeypatch.setattr(styles, "is_capturing", lambda x: True)
+    made = styles.prepared("halves", (cos, sin), 1, shape)
+    monkeypatch.undo()
+    again = styles.prepared("halves", (cos, sin), 1, shape)
+    assert made[0].data_ptr() != kept[0].data_ptr() == again[0].data_ptr()
 
 
 def test_prepared_tables_die_with_the_tables_of_the_model():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.torch.private import version_of
-from ..kernels.torch.state import has_memory
+from ..kernels.torch.state import has_memory, is_capturing
 
 # what other libraries raise for arguments of a wrong shape or type
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
@@ -121,7 +121,7 @@ def prepared(
         or last.requires_grad
         or first.is_inference()
         or last.is_inference()
-        or (first.is_cuda and torch.cuda.is_current_stream_capturing())
+        or is_capturing(first)
     ):
         return _after_prefix(tables, *key)
     other = None if last is first else last  # a table must not refer to itself

@@ -27,6 +27,7 @@ from .state import (
     as_tensor,
     host_array,
     host_values,
+    is_capturing,
     is_on_gpu,
     is_on_host,
     is_recording,
@@ -100,7 +101,7 @@ def _on_device(positions: Tensor, *arrays: Constant) -> list[Tensor]:
 
 def moved(array: Numbers, like: Tensor) -> Tensor:
     """Copy an array to the device of `like`; a single row is cached, for a copy waits for a GPU."""
-    is_cached = is_on_gpu(like) and len(array) == 1 and is_cacheable(like)
+    is_cached = is_on_gpu(like) and len(array) == 1 and _is_untraced(like)
     if not is_cached:
         return from_numpy(array).to(like.device)
     is_inference = torch.is_inference_mode_enabled()
@@ -233,10 +234,16 @@ def arange(like: Tensor, count: int) -> Tensor:
 
 
 def is_cacheable(like: Tensor) -> bool:
-    """Whether tables for this tensor can be cached: not while tracing, nor for fake tensors."""
-    if is_tracing():
-        return False
-    return type(like) in TENSORS and not is_transforming()
+    """Whether tables for this tensor can be cached: not while tracing, nor for fake tensors.
+
+    A CUDA graph that is captured makes its own: they would be empty until it runs, and those of the
+    cache may be gone by then.
+    """
+    return _is_untraced(like) and not is_capturing(like)
+
+
+def _is_untraced(like: Tensor) -> bool:
+    return not is_tracing() and type(like) in TENSORS and not is_transforming()
 
 
 def device_key(like: Tensor) -> str:

@@ -88,6 +88,11 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is captured: what is computed now on a GPU is there when it runs."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def is_lazy(x: Tensor) -> bool:
     """Whether the values of x are not its bytes: a view yet to be negated, zeros without memory."""
     return x.is_neg() or is_zerotensor(x)
