@@ -213,6 +213,7 @@ def stub_of_cuda(
                 for module in (torch_launch, torch_gpu, torch_kernel)
             ],
             (torch_ready, "recent", {}),
+            (gpu_kernel, "_launches", {}),
             # of the tables that are made as on a GPU the last bit of some differs
             (angles, "_cache", Cache(angles.CACHE_BYTES)),
             (gpu_kernel, "index_of", device_of),

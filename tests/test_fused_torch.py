@@ -496,6 +496,19 @@ def test_scales_that_are_not_used_may_be_none():
     assert torch.equal(y, rotary.apply(SPECS["half"], KEY))
 
 
+def test_the_scale_of_an_array_that_is_not_there_changes_nothing(no_other_way):
+    """Not even which code runs: it differs in the last bit, and in time."""
+    spec = SPECS["half"]
+    (q,) = tensors(spec, heads=(4,))
+    tables = rotary.cos_sin(spec, torch.arange(37))
+    norm = Norm(torch.full((64,), 1.3), None, EPS)
+    options = {"norm": norm, "tables": tables}
+    want = fused(q, None, None, spec, **options)[0]
+    no_other_way()
+    for scale in ((1.0, 1.0, 0.5), (1.0, 0.25, 1.0)):
+        assert torch.equal(fused(q, None, None, spec, scale=scale, **options)[0], want)
+
+
 def test_slots_in_a_list_are_beside_q_whatever_the_default_device():
     cache = KVCache(CACHE.clone(), None, [1, 2, 3, 4, 5])
     tables = rotary.cos_sin(SPECS["half"], torch.arange(5))

@@ -1,7 +1,9 @@
 """Launches on a GPU that is not here: what reaches the driver, on which device and stream."""
 
+import gc
 import shutil
 import sys
+import weakref
 from functools import partial
 
 import pytest
@@ -188,6 +190,87 @@ def test_a_layer_for_kernels_keeps_its_launch(stub, monkeypatch):
     stub.forget()
     layer(q[:2], k[:2], *[table[:2] for table in tables])
     assert stub.launches[0].numbers != first.numbers
+
+
+def joined(q, k, emb):
+    """Rotates the first channels by sin and then cos along one axis."""
+    sin, cos = emb.chunk(2, -1)
+    half, end = cos.shape[-1] // 2, cos.shape[-1]
+
+    def one(x):
+        u, v, rest = x[..., :half], x[..., half:end], x[..., end:]
+        turned = x[..., :end] * cos + torch.cat((-v, u), -1) * sin
+        return torch.cat((turned, rest), -1)
+
+    return one(q), one(k)
+
+
+def alone(x, cos, sin):
+    return joined(x, x, torch.cat((sin, cos), -1))[0]
+
+
+JOINED, ALONE = (replacement_of(f, *conventions_of(f)) for f in (joined, alone))
+
+
+def test_a_function_of_q_and_k_is_not_one_of_q_and_two_tables(stub):
+    """All operands have one form; a launch that is kept for one must not serve the other."""
+    q, k, cos, sin, emb = (randn(1, 1, 5, 16, dtype=torch.float32) for _ in range(5))
+    with torch.no_grad():
+        for _ in range(2):
+            stub.forget()
+            ALONE(q, cos[..., :8], sin[..., :8])
+            JOINED(q, k, emb)
+            ALONE(q, cos, sin)
+            counts = [launch.programs for launch in stub.launches]
+            assert counts[1] == 2 * counts[2]  # q and k, each with a head
+
+
+@pytest.mark.parametrize("name", [*WAYS, "patched", "layer", "gradient"])
+def test_a_kept_launch_keeps_no_tensor(name, stub, monkeypatch):
+    """It is kept for 256 forms and more, each of which may be a prompt of another length."""
+    monkeypatch.setattr(hub_layers, "gpu_kernel", lambda device: kernel)
+    made = torch.randn(2, 3, 1, 8).repeat(1, 1, 1, 2).bfloat16()
+    tables = [table.clone() for table in made]
+    others = {
+        "patched": lambda q, k: OURS[turned](q, k, *tables),
+        "layer": lambda q, k: hub_layers.apply_rotary_transformers()(q, k, *tables),
+        "gradient": lambda q, k: torch.autograd.grad(new(q.requires_grad_(), k)[0], q, q.detach()),
+    }
+    q, k = q_and_k()
+    for _ in range(2):
+        results = (WAYS | others)[name](q, k)
+    gone = [weakref.ref(x) for x in (q, k, *results, *tables)]
+    del q, k, results
+    tables.clear()
+    gc.collect()
+    assert not any(each() is not None for each in gone)
+
+
+def test_a_layer_keeps_a_launch_for_each_alignment(stub, monkeypatch):
+    monkeypatch.setattr(hub_layers, "gpu_kernel", lambda device: kernel)
+    tables = [torch.randn(3, 1, 8).repeat(1, 1, 2).bfloat16() for _ in "cs"]
+    q, k = q_and_k()
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    layer = hub_layers.apply_rotary_transformers()
+    layer(odd, k, *tables)
+    layer(q, k, *tables)
+    monkeypatch.setattr(kernel, "_run", lambda *_: pytest.fail("launched by Triton"))
+    layer(q, k, *tables)
+
+
+def test_a_layer_with_gradients_saves_copies_of_short_tables(stub, monkeypatch):
+    """A model may make its tables in inference mode, and write to them before the way back."""
+    monkeypatch.setattr(hub_layers, "gpu_kernel", lambda device: kernel)
+    with torch.inference_mode():
+        tables = [torch.randn(3, 1, 8).repeat(1, 1, 2).bfloat16() for _ in "cs"]
+    q, k = q_and_k(grad=True)
+    rotated, _ = hub_layers.apply_rotary_transformers()(q, k, *tables)
+    rotated.float().sum().backward()
+    tables = [table.clone() for table in tables]
+    rotated, _ = hub_layers.apply_rotary_transformers()(q, k, *tables)
+    tables[0].mul_(2)
+    rotated.float().sum().backward()
+    assert q.grad.shape == q.shape
 
 
 def test_a_patched_model_with_gradients_rotates_by_copies_of_its_tables(stub):

@@ -197,13 +197,15 @@ def _rotate(
     cos, sin = tables
     if is_tracing() or wants_grad(cos, sin) or not is_for_gpu((*xs, cos, sin)):
         return by_operators(xs, cos, sin, geometry)
-    kernel = gpu_kernel(xs[0].device)
-    angles = tables if cos.dtype in kernel.DTYPES else (cos.float(), sin.float())
+    kernel, has_grad = gpu_kernel(xs[0].device), wants_grad(*xs)
+    # the backward pass saves copies, which the model cannot overwrite
+    is_read = cos.dtype in kernel.DTYPES and not has_grad
+    angles = tables if is_read else (cos.float(), sin.float())
 
     def run(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return kernel.rotate_kept(xs, *angles, geometry)
 
-    if wants_grad(*xs):
+    if has_grad:
         back = partial(_rotate, geometry=geometry.reversed())
         return Differentiable.apply(run, back, angles, *xs)
     return run(xs)

@@ -21,7 +21,7 @@ try:
 except ImportError:  # without Numba
     code_on_cpu = None
 
-_NOTHING = None, None, None
+_NOTHING, _ONES = (None, None, None), (1.0, 1.0, 1.0)
 _SHARED = 6  # the place of the first operand that is only read, so that one may serve two
 _WRITTEN = 2  # axes of scales, one for each token and head, that a call writes
 Result = Tensor | tuple[Tensor, Tensor] | None
@@ -52,7 +52,8 @@ def quick(
     if is_recorded_by_dynamo():
         return None
     in_memory: tuple[Tensor | None, ...] = _NOTHING
-    if not type(scales[0]) is type(scales[1]) is type(scales[2]) is float:
+    is_plain = type(scales[0]) is type(scales[1]) is type(scales[2]) is float
+    if not (is_plain and scales == _ONES):
         parted = _parted(scales, (q, k, v if cache is None else memory[1]))
         if parted is None:
             return None

@@ -81,7 +81,7 @@ def run(
     try:
         if is_past_guards() or True in map(_is_nested, operands):
             return None
-        key = caller_options, len(operands), not_in_place, xs[0].numel()
+        key = caller_options, len(xs), len(tables), not_in_place, xs[0].numel()
         for check, grad_mode, kept in recent.get(key, ()):
             if check(*operands) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
                 results = kept(xs, tables, out)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..geometry import Geometry
 from .arithmetic import cos_sin, product, quotient
 from .launch import Launch, by_addresses, index_of, lanes_of, on_device, processors_of
-from .plan import Angles, Plan, plan
+from .plan import ALIGNED, Angles, Plan, plan
 from .sources import Source, are_walked_alike, from_tables, from_turns
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -321,14 +321,16 @@ def rotate_kept(
     """Rotate as `rotate` does, into new tensors; the launch is kept for tensors of one form."""
     form: tuple[object, ...] = (geometry,)
     for x in (*xs, cos, sin):
-        form += x.shape, x.stride(), x.dtype, index_of(x)
-    if form not in _launches:
-        if len(_launches) >= _FORMS:
-            _launches.clear()
+        form += x.shape, x.stride(), x.dtype, index_of(x), x.data_ptr() & ALIGNED == 0
+    try:
+        launch = _launches[form]
+    except KeyError:
         outs = [torch.empty_like(x, device="meta") for x in xs]
         is_alike, source = are_walked_alike(cos, sin), from_tables(cos, sin, None, geometry)
-        _launches[form] = prepared(xs, outs, source, geometry) if is_alike else None
-    launch = _launches[form]
+        launch = prepared(xs, outs, source, geometry) if is_alike else None
+        if len(_launches) >= _FORMS:
+            _launches.clear()
+        _launches[form] = launch
     if launch is not None:
         results = tuple([torch.empty_like(x) for x in xs])
         every = xs[0], xs[-1], results[0], results[-1], cos, sin

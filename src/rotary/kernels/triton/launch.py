@@ -139,7 +139,11 @@ def by_addresses(
         code = kernel.warmup(*arguments, grid=grid, **options)
         code[grid]  # the module is loaded here
     kinds = [code.src.signature[name] for name in kernel.arg_names[: len(arguments)]]
-    values = [each for each in zip(kinds, arguments, strict=True) if each[0] != "constexpr"]
+    values = [
+        (kind, None if isinstance(each, Tensor) else each)  # a tensor would be kept alive
+        for kind, each in zip(kinds, arguments, strict=True)
+        if kind != "constexpr"
+    ]
     is_known = all([kind.startswith("*") or kind in _NUMBERS for kind, _ in values])
     if not is_known or code.metadata.global_scratch_size:
         return None
