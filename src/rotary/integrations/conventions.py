@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..fused import Norm, fused
+from ..kernels import Operand
 from ..kernels.geometry import Options
 from ..kernels.torch.gpu import by_views
 from ..rotate import options_of, rotate
@@ -66,9 +67,29 @@ class Convention(NamedTuple):
         return layout + (", as the config says" if self.by_config else "")
 
 
+class _Slices(NamedTuple):
+    """The fields of a `Convention` that say which channels are rotated, and how."""
+
+    layout: str
+    out_layout: str
+    start: str | None
+    clockwise: bool
+
+
+class _Keywords(TypedDict):
+    """The keywords of `rotary.rotate`."""
+
+    layout: str
+    out_layout: str
+    rotary_dim: int
+    start: int
+    seq_dim: int
+    conjugate: bool
+
+
 def rotate_by(
-    convention: Convention, arguments: Mapping[str, Any], norm: Norm | None = None
-) -> Any:
+    convention: Convention, arguments: Mapping[str, Operand], norm: Norm | None = None
+) -> Operand:
     """Return the rotation for these arguments; None if `rotary.rotate` cannot compute it.
 
     With `norm`, q and k are normalized first, in the same pass.
@@ -77,10 +98,10 @@ def rotate_by(
     if operands is None:
         return None
     xs, tables, axis = operands
-    rotated = None
+    rotated: Sequence[Tensor | None] | None = None
     try:
         if norm is None and not convention.has_prefix:
-            rotated = by_views(xs, tables, _views, (convention.style, axis, *_slices(convention)))
+            rotated = by_views(xs, tables, _views, (convention.style, axis, _slices(convention)))
         if rotated is None:
             rotated = _by_copies(convention, xs, tables, axis, norm)
     except ValueError:  # of shapes
@@ -96,28 +117,28 @@ def _by_copies(
     tables: Sequence[Tensor],
     axis: int | None,
     norm: Norm | None,
-) -> tuple[Tensor, ...] | None:
+) -> Sequence[Tensor | None] | None:
     """Rotate by float32 copies of the tables, of half width."""
     halves = prepared(convention.style, tables, axis, xs[0].shape, convention.has_prefix)
-    keywords = None if halves is None else _keywords(xs[0], halves[0], *_slices(convention))
+    keywords = None if halves is None else _keywords(xs[0], halves[0], _slices(convention))
     if halves is None or keywords is None:
         return None
     if norm is None:
         return rotate(xs, *halves, **keywords)
-    seq_dim = keywords.pop("seq_dim")
-    if keywords.pop("conjugate"):
+    if keywords["conjugate"]:
         return None
-    spec = _spec(xs[0].shape[-1], **keywords)
+    layouts = keywords["layout"], keywords["out_layout"]
+    spec = _spec(xs[0].shape[-1], keywords["rotary_dim"], keywords["start"], *layouts)
     q, k = (*xs, None)[:2]
-    return fused(q, k, None, spec, tables=halves, norm=norm, seq_dim=seq_dim)[:2]  # type: ignore[return-value]  # k is None only where it is not read
+    return fused(q, k, None, spec, tables=halves, norm=norm, seq_dim=keywords["seq_dim"])[:2]
 
 
-def _slices(convention: Convention) -> tuple[Any, ...]:
-    return convention.layout, convention.out_layout, convention.start, convention.clockwise
+def _slices(convention: Convention) -> _Slices:
+    return _Slices(convention.layout, convention.out_layout, convention.start, convention.clockwise)
 
 
 def _operands(
-    convention: Convention, arguments: Mapping[str, Any]
+    convention: Convention, arguments: Mapping[str, Operand]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int | None] | None:
     """Return what is rotated, the tables and their new axis; None if the call does not fit."""
     defaults, axis = convention.defaults, convention.new_axis
@@ -150,33 +171,35 @@ def _operands(
 
 
 def _views(
-    xs: Sequence[Tensor], tables: Sequence[Tensor], style: str, axis: int | None, *slices: Any
+    xs: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    style: str,
+    axis: int | None,
+    slices: _Slices,
 ) -> tuple[Tensor, Tensor, Options] | None:
     """Return cos and sin in the memory of `tables`, and the options to rotate by them."""
     halves = half_views(style, tables, axis, xs[0].ndim)
-    keywords = None if halves is None else _keywords(xs[0], halves[0], *slices)
+    keywords = None if halves is None else _keywords(xs[0], halves[0], slices)
     return None if halves is None or keywords is None else (*halves, options_of(None, **keywords))
 
 
-def _keywords(
-    x: Tensor, cos: Tensor, layout: str, out_layout: str, start: str | None, is_clockwise: bool
-) -> dict[str, Any] | None:
+def _keywords(x: Tensor, cos: Tensor, slices: _Slices) -> _Keywords | None:
     """Return the keywords of `rotary.rotate`; None if the table may not be narrower than x."""
     rotary_dim = 2 * cos.shape[-1]
     rest = x.shape[-1] - rotary_dim
-    if rest and start is None:
+    if rest and slices.start is None:
         return None
     return {
-        "layout": layout,
-        "out_layout": out_layout,
+        "layout": slices.layout,
+        "out_layout": slices.out_layout,
         "rotary_dim": rotary_dim,
-        "start": rest if start == "trailing" else 0,
+        "start": rest if slices.start == "trailing" else 0,
         "seq_dim": -2 if cos.shape[-2] == x.shape[-2] else -3,
-        "conjugate": is_clockwise,
+        "conjugate": slices.clockwise,
     }
 
 
 @functools.lru_cache(maxsize=64)
-def _spec(head_dim: int, **slices: Any) -> Rotary:
+def _spec(head_dim: int, rotary_dim: int, start: int, layout: str, out_layout: str) -> Rotary:
     """Return a spec for the pairs alone; the tables are those of the model."""
-    return Rotary(head_dim, **slices)
+    return Rotary(head_dim, rotary_dim, start, layout=layout, out_layout=out_layout)

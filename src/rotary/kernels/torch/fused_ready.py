@@ -3,10 +3,10 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor, float32
 
+from .. import Operand
 from ..geometry import Options
 from ..stages import TOKEN, KVCache, LatentCache, Stages, changes_v
 from . import fused_ready_gpu as on_gpu
@@ -85,7 +85,7 @@ def quick(
 
 def _parted(
     scales: tuple[object, ...], scaled: tuple[object, ...]
-) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]] | None:
+) -> tuple[tuple[Operand, Operand, Operand], tuple[Tensor | None, ...]] | None:
     """Return scales that are no tensors, and those that are; None if the kernel takes another."""
     fixed: list[float | str | None] = []
     in_memory: list[Tensor | None] = []
@@ -100,7 +100,8 @@ def _parted(
             in_memory.append(None)
         else:
             return None
-    return tuple(fixed), tuple(in_memory)
+    of_q, of_k, of_v = fixed
+    return (of_q, of_k, of_v), tuple(in_memory)
 
 
 def _present(every: tuple[Tensor | None, ...]) -> tuple[list[Tensor], tuple[int, ...]]:

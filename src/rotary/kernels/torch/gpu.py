@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from .ready import Run, Tables, data_ptr, maker_of_outputs, remember
 from .state import INTEGERS, is_on_gpu, is_recorded_by_dynamo, wants_grad
 
 Addresses = tuple[int, ...]
+Views = Callable[..., tuple[Tensor, Tensor, Options] | None]
 # that of `triton/launch.py`, which needs Triton to import: whether the alignment is known to fit
 Launch = Callable[[Addresses, bool], bool]
 
@@ -99,7 +99,7 @@ def rotate(
 def by_views(
     xs: Sequence[Tensor],
     tables: Tables,
-    views: Callable[..., tuple[Tensor, Tensor, Options] | None],
+    views: Views,
     form: tuple[Hashable, ...],
 ) -> tuple[Tensor, ...] | None:
     """Rotate by parts of tables, which are read where they are; None if the kernel cannot.
@@ -114,12 +114,15 @@ def by_views(
     return ready.run((views, form), xs, tables, None, _code_by_views, _together)
 
 
-def _together(*kind: object) -> tuple[object, ...]:
-    return kind
+def _together(views: Views, form: tuple[Hashable, ...]) -> tuple[Views, tuple[Hashable, ...]]:
+    return views, form
 
 
 def _code_by_views(
-    kind: tuple[Any, ...], xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    kind: tuple[Views, tuple[Hashable, ...]],
+    xs: Sequence[Tensor],
+    tables: Tables,
+    out: Sequence[Tensor] | None,
 ) -> Run | None:
     views, form = kind
     if not is_for_gpu((*xs, *tables)) or wants_grad(*xs, *tables):
