@@ -94,8 +94,18 @@ def test_a_number_that_changes_changes_the_table(report):
 
 
 def test_the_share_of_rope_in_a_model_is_that_of_the_newest_measurement():
-    page = max(command.RESULTS.glob("*-patch.md"))
+    page = max(command.RESULTS.glob("????-??-??-patch.md"))
     share = re.search(r"(\d+\.\d %) of the prefill of four Llama-3-8B-wide layers", NUMBERS)
     row = re.search(r"^\| prefill of 4096 tokens \|.*\| (.*) \|$", page.read_text(), re.MULTILINE)
     assert share[1] == row[1]
+    assert f"benchmarks/results/{page.name}" in NUMBERS
+
+
+def test_the_speed_of_a_patched_model_on_a_gpu_is_that_of_the_newest_measurement():
+    page = max(command.RESULTS.glob("*-cuda-patch.md"))
+    ratios = re.findall(r"^\| (?:prefill|decoding) .* \| (\d\.\d+) \| [\d.]+ % \|$",
+                        page.read_text(), re.MULTILINE)  # fmt: skip
+    told = re.search(r"32 layers is (\S+) times as fast .* and (\S+)\s+times for each token",
+                     NUMBERS, re.DOTALL)  # fmt: skip
+    assert [*told.groups()] == ratios
     assert f"benchmarks/results/{page.name}" in NUMBERS
