@@ -20,6 +20,7 @@ from ..kernels.torch.state import has_memory, is_capturing
 # what other libraries raise for arguments of a wrong shape or type
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 _CACHED = "_rotary_prepared"  # attribute of a table: the results of `prepared`
+Halves = tuple[Tensor, Tensor] | None  # cos and sin with a column for each pair
 
 
 def style_of(tables: Sequence[Tensor]) -> str:
@@ -42,7 +43,7 @@ def style_of(tables: Sequence[Tensor]) -> str:
 
 def half_width(
     style: str, tables: Sequence[Tensor], axis: int | None = None, ndim: int | None = None
-) -> tuple[Tensor, Tensor] | None:
+) -> Halves:
     """Return (cos, sin) as `rotary.rotate` takes them, half width and float32; None if impossible.
 
     Arguments as of `half_views`.
@@ -57,9 +58,7 @@ def half_width(
     return cos, sin
 
 
-def half_views(
-    style: str, tables: Sequence[Tensor], axis: int | None, ndim: int | None
-) -> tuple[Tensor, Tensor] | None:
+def half_views(style: str, tables: Sequence[Tensor], axis: int | None, ndim: int | None) -> Halves:
     """Return the columns of cos and sin for each pair, in the memory of the tables, or None.
 
     axis  where to insert an axis of size one
@@ -103,7 +102,7 @@ def prepared(
     axis: int | None,
     shape: tuple[int, ...],
     has_prefix: bool = False,
-) -> tuple[Tensor, Tensor] | None:
+) -> Halves:
     """Return `half_width` for x of this shape, computed once for all layers of a forward.
 
     has_prefix  x may have tokens before those of the tables: they get an angle of 0
@@ -125,11 +124,10 @@ def prepared(
     ):
         return _after_prefix(tables, *key)
     other = None if last is first else last  # a table must not refer to itself
-    cached = vars(first).get(_CACHED, {})
-    kept, *facts = cached.get(key, (first,))
-    if kept is other and facts[0] == _versions(first, last):
-        halves: tuple[Tensor, Tensor] | None = facts[1]
-        return halves
+    cached: dict[object, tuple[Tensor | None, object, Halves]] = vars(first).get(_CACHED, {})
+    kept = cached.get(key)
+    if kept is not None and kept[0] is other and kept[1] == _versions(first, last):
+        return kept[2]
     halves = _after_prefix(tables, *key)
     if all(map(has_memory, tables)):
         vars(first)[_CACHED] = {**cached, key: (other, _versions(first, last), halves)}
@@ -142,7 +140,7 @@ def _versions(first: Tensor, last: Tensor) -> tuple[object, ...]:
 
 def _after_prefix(
     tables: Sequence[Tensor], style: str, axis: int | None, ndim: int, prefix: int
-) -> tuple[Tensor, Tensor] | None:
+) -> Halves:
     """Return `half_width`, with `prefix` rows of angle 0 in front."""
     halves = half_width(style, tables, axis, ndim)
     if halves is None or prefix <= 0:
