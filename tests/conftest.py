@@ -207,6 +207,7 @@ def numpy_by_formula(monkeypatch):
     from rotary import kernels
 
     monkeypatch.setitem(kernels.FUSED, "compiled loops", kernels.FUSED["reference"])
+    monkeypatch.setattr(kernels, "fused_by_name", {})
 
 
 @pytest.fixture

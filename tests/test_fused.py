@@ -314,6 +314,7 @@ def counted(*args, **options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops.formula, "fused", lambda *a: left.append(a) or formula(*a))
         patch.setitem(rotary.kernels.FUSED, "compiled loops", lambda: loops.fused)
+        patch.setattr(rotary.kernels, "fused_by_name", {})
         return fused(*args, **options), not left
 
 

@@ -193,12 +193,31 @@ def fused_of(kernel: SomeKernel, array: object) -> Fused:
     >>> fused_of(kernel_of(np.zeros(2)), np.zeros(2)).__name__
     'fused'
     """
+    known = known_fused(kernel.name)
+    if known is not None:
+        return known
     if kernel.name not in FUSED:
         raise TypeError(
             f"fused does not take a {_described(array)}: call rotary.rotate, and compute the other "
             "steps separately"
         )
-    return FUSED[kernel.name]()
+    function = FUSED[kernel.name]()
+    if not is_recorded_by_torch():  # a traced call has no side effect
+        fused_by_name[kernel.name] = function
+    return function
+
+
+def _no_fused(name: str) -> None:
+    return None
+
+
+@recorded_as(_no_fused)
+def known_fused(name: str) -> Fused | None:
+    """Return the fused call of a kernel that came before, which an import takes 2 us to find.
+
+    >>> known_fused("no kernel")
+    """
+    return fused_by_name.get(name)
 
 
 def _numpy_fused() -> Fused:
@@ -225,6 +244,7 @@ def _jax_fused() -> Fused:
     return fused
 
 
+fused_by_name: dict[str, Fused] = {}  # filled as arrays come
 # name of a kernel -> the function that loads its fused call
 FUSED: dict[str, Callable[[], Fused]] = {
     "reference": _numpy_fused,
