@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from model_rotations import turned, turned_complex, turned_pairs
 
 import rotary
 from rotary import Rotary, positions
@@ -522,25 +523,6 @@ def test_a_fused_call_is_that_of_the_host(name, dtype):
 
 
 # --- a patched model ---
-
-
-def turned(q, k, cos, sin):
-    """The rotation of most models: tables of full width, in halves."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    half = cos.shape[-1] // 2
-    return tuple(x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
-
-
-def turned_pairs(q, k, cos, sin):
-    """The same of adjacent channels, each column twice."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return tuple(x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
-                 for x in (q, k))  # fmt: skip
-
-
-def turned_complex(q, k, freqs_cis):
-    both = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) for x in (q, k))
-    return tuple(torch.view_as_real(x * freqs_cis[:, None]).flatten(-2).to(q.dtype) for x in both)
 
 
 MODELS = {

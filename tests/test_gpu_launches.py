@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from model_rotations import turned, turned_complex, turned_pairs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rotary
@@ -108,24 +109,6 @@ WAYS = {
     "three axes": partial(at, spec=AXES),
     "backwards": partial(at, conjugate=True),
 }  # fmt: skip
-
-
-def turned(q, k, cos, sin):
-    """The rotation of a model: tables of full width, in halves."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return tuple(x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin for x in (q, k))
-
-
-def turned_pairs(q, k, cos, sin):
-    """The same of adjacent channels: each column twice."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return tuple(x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
-                 for x in (q, k))  # fmt: skip
-
-
-def turned_complex(q, k, freqs_cis):
-    both = (torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) for x in (q, k))
-    return tuple(torch.view_as_real(x * freqs_cis[:, None]).flatten(-2).to(q.dtype) for x in both)
 
 
 OURS = {function: replacement_of(function, *conventions_of(function))
