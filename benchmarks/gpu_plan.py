@@ -187,10 +187,8 @@ def replanned(
     tokens, heads = tokens or plan.constants["TOKENS"], heads or plan.constants["HEADS"]
     blocks, groups = -(-count // tokens), -(-q_heads // heads) - (-k_heads // heads)
     inner, outer = (blocks, groups) if plan.constants["TOKENS_FIRST"] else (groups, blocks)
-    walk, grid = (
-        (inner, *inverse_of(inner), outer, *inverse_of(outer)),
-        grid_of(inner, outer, batches),
-    )
+    walk = inner, *inverse_of(inner), outer, *inverse_of(outer)
+    grid = grid_of(inner, outer, batches)
     return plan._replace(
         grid=grid,
         numbers=(*before, count, q_heads, k_heads, step, advance, *walk),

@@ -146,10 +146,10 @@ def _operands(
     tables = tuple([arguments[name] for name in convention.tables])
     if len(arguments) > len(xs) + len(tables):
         for name, value in arguments.items():
-            is_free = name == axis or name in CHOICES
             if name not in convention.parameters:
                 return None
-            if name in defaults and not is_free and value is not defaults[name]:
+            is_fixed = name in defaults and name != axis and name not in CHOICES
+            if is_fixed and value is not defaults[name]:
                 return None
     if convention.chosen and any(
         [arguments.get(name, defaults[name]) != value for name, value in convention.chosen]

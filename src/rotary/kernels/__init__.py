@@ -114,7 +114,7 @@ def kernel_of(array: Array) -> Kernel[Array]:
     return kernel
 
 
-def _none(kind: type) -> None:
+def _none(key: object) -> None:
     return None
 
 
@@ -186,9 +186,7 @@ Fused = Callable[..., tuple[Operand, Operand, Operand]]
 
 
 def fused_of(kernel: SomeKernel, array: object) -> Fused:
-    """Return the function that computes `rotary.fused` for an array, whose kernel is known.
-
-    TypeError if there is none.
+    """Return the function that computes `rotary.fused`; TypeError if the array's kernel has none.
 
     >>> fused_of(kernel_of(np.zeros(2)), np.zeros(2)).__name__
     'fused'
@@ -207,11 +205,7 @@ def fused_of(kernel: SomeKernel, array: object) -> Fused:
     return function
 
 
-def _no_fused(name: str) -> None:
-    return None
-
-
-@recorded_as(_no_fused)
+@recorded_as(_none)
 def known_fused(name: str) -> Fused | None:
     """Return the fused call of a kernel that came before, which an import takes 2 us to find.
 

@@ -318,7 +318,10 @@ def prepared(
 def rotate_kept(
     xs: Sequence[Tensor], cos: Tensor, sin: Tensor, geometry: Geometry
 ) -> tuple[Tensor, ...]:
-    """Rotate as `rotate` does, into new tensors; the launch is kept for tensors of one form."""
+    """Rotate as `rotate` does, into new tensors; the launch is kept for tensors of one form.
+
+    For the layers that are exported without `torch/ready.py`, whose guards recognize a form faster.
+    """
     form: tuple[object, ...] = (geometry,)
     for x in (*xs, cos, sin):
         form += x.shape, x.stride(), x.dtype, index_of(x), x.data_ptr() & ALIGNED == 0
