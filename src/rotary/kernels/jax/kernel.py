@@ -169,10 +169,11 @@ def _side_by_side(both: Array, cos: Array, sin: Array) -> Array:
 
     Returns (..., 2 pairs). As a reversal gives the other channel, XLA's loop has no branch: on a
     CPU it is vectorized, and so is its transpose. With 16-bit loads it is not: `stack`, with a
-    branch, is then twice as fast on a CPU, and takes twice as long on a GPU.
+    branch, is then twice as fast on a CPU, and takes twice as long on a GPU. The sign is that of
+    the reversed channel, because XLA for a GPU would write a table of signed sines to memory.
     """
-    signed = jnp.where(np.array([True, False]), -sin[..., None], sin[..., None])
-    turned = both * cos[..., None] + lax.rev(both, (both.ndim - 1,)) * signed
+    crossed = lax.rev(both, (both.ndim - 1,)) * np.array([-1, 1], both.dtype)
+    turned = both * cos[..., None] + crossed * sin[..., None]
     return turned.reshape(*both.shape[:-2], 2 * both.shape[-2])
 
 
