@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 
 from rotary import angles
 from rotary.cache import Cache
+from rotary.integrations import norms
 from rotary.kernels.torch import angles as torch_tables
 from rotary.kernels.torch import fused as torch_fused
 from rotary.kernels.torch import fused_gpu as torch_fused_gpu
@@ -200,7 +201,7 @@ def stub_of_cuda(
 
     modules = (
         *(torch_state, torch_tables, torch_launch, torch_ready, torch_gpu, torch_kernel),
-        *(torch_fused, torch_fused_ready),
+        *(torch_fused, torch_fused_ready, norms),
     )
     with ExitStack() as stack:
         stack.enter_context(triton.knobs.nvidia.scope())

@@ -6,6 +6,7 @@ every access as well; so does `--tool racecheck`.
 
 import warnings
 from contextlib import contextmanager
+from operator import is_
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def tables(*shape):
 
 
 def wanted(x, cos, sin, options, conjugate=False):
-    """The law, on the host, of float32 tensors; rounded once to the dtype of x."""
+    """The reference implementation, on the host, in float32, rounded once to the dtype of x."""
     cos, sin = (table.cpu().numpy() for table in (cos, sin))
     wide = x.detach().cpu().float().contiguous().numpy()
     (result,) = reference.rotate(
@@ -559,6 +560,34 @@ def test_a_patched_model_rotates_by_its_own_tables(function, seq, mode):
         assert has_copies == (mode is torch.enable_grad)  # for gradients they are made, and kept
         for x, y in zip((q, k), got, strict=True):
             same(y.detach(), wanted(x, cos.float(), sin.float(), Options(layout, seq_dim=-2)))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("seq", [1, 37])
+@pytest.mark.parametrize("function", MODELS)
+def test_norms_of_a_patched_model_are_in_the_same_pass(function, seq, mode):
+    from rotary.integrations import norms
+
+    layout, widened = MODELS[function]
+    xs = [randn(2, seq, heads, 128, seed=heads, dtype=torch.bfloat16) for heads in (8, 2)]
+    both = [torch.nn.RMSNorm(128, eps=1e-6, device="cuda", dtype=torch.bfloat16) for _ in xs]
+    with mode():
+        for norm in both:
+            norm.weight.uniform_(0.5, 2)
+        cos, sin = (table.bfloat16() for table in tables(2, seq, 64))
+        given = widened(cos, sin)
+        for _ in range(2):
+            left = [norms.norm_or_defer(*each) for each in zip(both, xs, strict=True)]
+            assert all(map(is_, left, xs))
+            heads_first = [x.transpose(1, 2) for x in xs]
+            got = replaced(function)(*heads_first, *given, rotary_norms=both)
+            assert not any(vars(table) for table in given)  # no copies are made
+            for x, norm, y in zip(heads_first, both, got, strict=True):
+                wide = x.double()
+                wide *= norm.weight * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+                want = wanted(wide, cos.double(), sin.double(), Options(layout, seq_dim=-2))
+                torch.testing.assert_close(y.cpu().double(), want, rtol=2**-8, atol=1e-3)
+            xs = [x.clone() for x in xs]
 
 
 @pytest.mark.parametrize("has_grad", [False, True])

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 import triton
 from benchmarks.stub_cuda import stub_of_cuda
 
-from rotary.integrations import hub_layers
+from rotary.integrations import hub_layers, norms
 from rotary.integrations.rotations import conventions_of, replacement_of
 from rotary.kernels.torch import angles as torch_tables
 from rotary.kernels.torch import gpu as torch_gpu
@@ -116,8 +116,7 @@ OURS = {function: replacement_of(function, *conventions_of(function))
 COMPLEX = torch.complex(*torch.randn(2, 3, 1, 8))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize(
+HELD = pytest.mark.parametrize(  # a rotation of a model, its tables, and where cos and sin begin
     ("function", "tables", "starts"),
     [
         (turned, [torch.randn(3, 1, 8).repeat(1, 1, 2).bfloat16() for _ in "cs"], (0, 0)),
@@ -130,6 +129,10 @@ COMPLEX = torch.complex(*torch.randn(2, 3, 1, 8))
     ],
     ids=["halves", "pairs", "complex"],
 )
+
+
+@HELD
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_patched_model_is_one_launch_by_its_own_tables(stub, function, tables, starts, mode):
     """No copy of the tables is made, which a graph or a write could leave behind."""
     q, k = q_and_k()
@@ -145,6 +148,47 @@ def test_a_patched_model_is_one_launch_by_its_own_tables(stub, function, tables,
             assert launch.pointers[:2] == (q.data_ptr(), k.data_ptr())
             tables = [table.clone() for table in tables]
     assert not any(vars(table) for table in tables)
+
+
+@HELD
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_norms_of_a_patched_model_are_in_that_launch(
+    stub, function, tables, starts, mode, is_shared
+):
+    """For one token, norms by torch's operators take 14 launches more."""
+    both = [torch.nn.RMSNorm(16, eps=1e-6, dtype=torch.bfloat16) for _ in "qk"]
+    both = both[:1] * 2 if is_shared else both
+    xs = [x.transpose(1, 2) for x in q_and_k()]
+    with mode():
+        tables = [table.clone() for table in tables]
+        for _ in range(3):
+            q, k = (norms.norm_or_defer(*each) for each in zip(both, xs, strict=True))
+            assert q is xs[0]
+            assert k is xs[1]
+            stub.counted = 45  # up to the weight of k
+            stub.forget()
+            results = OURS[function](
+                q.transpose(1, 2), k.transpose(1, 2), *tables, rotary_norms=both
+            )
+            assert [y.shape for y in results] == [x.transpose(1, 2).shape for x in xs]
+            (launch,) = stub.launches
+            at = [table.data_ptr() for table in (tables[0], tables[-1])]
+            assert launch.values[:2] == (at[0] + starts[0], at[1] + starts[1])
+            read = {x.data_ptr() for x in (*xs, *[norm.weight for norm in both])}
+            assert read <= set(launch.values)
+            tables, xs = [table.clone() for table in tables], [x.clone() for x in xs]
+    assert not any(vars(table) for table in tables)
+
+
+def test_norms_that_need_a_gradient_are_left_to_the_model(stub):
+    norm = torch.nn.RMSNorm(16, eps=1e-6, dtype=torch.bfloat16)
+    x = q_and_k()[0]
+    assert norms.norm_or_defer(norm, x) is not x
+    assert norms.norm_or_defer(norm.requires_grad_(False), x) is not x  # a gradient may be wanted
+    with torch.no_grad():
+        assert norms.norm_or_defer(norm, x) is x
+    assert stub.launches == []
 
 
 def test_a_layer_for_kernels_keeps_its_launch(stub, monkeypatch):

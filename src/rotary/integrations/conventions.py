@@ -10,6 +10,7 @@ from torch import Tensor
 from ..fused import Norm, fused
 from ..kernels import Operand
 from ..kernels.geometry import Options
+from ..kernels.torch.fused_ready import by_views as fused_by_views
 from ..kernels.torch.gpu import by_views
 from ..rotate import options_of, rotate
 from ..spec import Rotary
@@ -100,8 +101,12 @@ def rotate_by(
     xs, tables, axis = operands
     rotated: Sequence[Tensor | None] | None = None
     try:
-        if norm is None and not convention.has_prefix:
-            rotated = by_views(xs, tables, _views, (convention.style, axis, _slices(convention)))
+        if not convention.has_prefix:
+            form = convention.style, axis, _slices(convention)
+            if norm is None:
+                rotated = by_views(xs, tables, _views, form)
+            else:
+                rotated = fused_by_views(xs, norm, tables, _views, form)
         if rotated is None:
             rotated = _by_copies(convention, xs, tables, axis, norm)
     except ValueError:  # of shapes

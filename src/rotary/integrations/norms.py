@@ -10,8 +10,8 @@ becomes in a copy of the method:
     ...
     query, key = apply_rotary_pos_emb(query, key, cos, sin, rotary_norms=(self.q_norm, self.k_norm))
 
-If `is_deferred` is true, `_rotary_norm` returns its input, and `rotary.fused` computes both norm
-and rotation. Otherwise `_rotary_norm` calls the norm.
+If `deferred` returns the parameters of a norm, `_rotary_norm` returns its input, and `rotary.fused`
+computes both norm and rotation. Otherwise `_rotary_norm` calls the norm.
 """
 
 import ast
@@ -29,14 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.torch.private import has_global_hook
-from ..kernels.torch.state import is_watched
+from ..kernels.torch.state import is_on_gpu, is_watched
 from .methods import redecorated
 from .styles import REFUSALS
 
 CALLED = "_rotary_norm"  # the global name of `norm_or_defer` in the file of a model
-MIN_NUMBERS = 32_768  # in q or k, such as 16 tokens of 16 heads: from there on one pass saves time
+# in q or k, such as 16 tokens of 16 heads: from there on one pass saves time on a CPU
+MIN_NUMBERS = 32_768
 _MOVES = {"transpose", "view", "reshape"}  # methods that may be called between norm and rotation
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 # --- what a norm computes ---
@@ -46,6 +46,14 @@ class RMSNorm(NamedTuple):
     """An RMS norm over the last axis: its attribute with eps, and whether 1 is added to weights."""
 
     eps: str
+    add_one: bool
+
+
+class Parameters(NamedTuple):
+    """The numbers of an RMS norm, as `rotary.Norm` takes them."""
+
+    weight: Tensor
+    eps: float
     add_one: bool
 
 
@@ -94,8 +102,8 @@ def _tried(module: nn.Module) -> RMSNorm | None:
     return None
 
 
-def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
-    """Return weight, eps and `add_one` of an RMS norm, if calling it does nothing else.
+def parameters_of(norm: nn.Module) -> Parameters | None:
+    """Return the numbers of an RMS norm, if calling it does nothing else.
 
     None if it has hooks, another forward, or a weight that is not a plain tensor.
     """
@@ -103,61 +111,70 @@ def weight_and_eps(norm: nn.Module) -> tuple[Tensor, float, bool] | None:
     if convention is None:
         return None
     own = vars(norm)
-    weight, eps = own.get("_parameters", {}).get("weight"), own.get(convention.eps)
+    weight, eps = own["_parameters"].get("weight"), own.get(convention.eps)
     if (
         type(weight) not in (Tensor, nn.Parameter)
         or not isinstance(eps, float)
         or "forward" in own
         or own.get("_compiled_call_impl") is not None
         or type(norm).__call__ is not nn.Module.__call__
-        or any([own.get(name, True) for name in _HOOKS])
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
         or has_global_hook()
     ):
         return None
     assert isinstance(weight, Tensor)
-    return weight, eps, convention.add_one
+    return Parameters(weight, eps, convention.add_one)
 
 
 # --- when a norm is deferred ---
 
 
-def is_deferred(norm: object, x: Tensor) -> bool:
-    """Return whether a norm is left to the rotation that follows.
+def deferred(norm: object, x: Tensor) -> Parameters | None:
+    """Return the numbers of a norm that is left to the rotation that follows; else None.
 
     This is called twice, instead of the norm and by the rotation, with the same numbers in two
-    shapes. So the answer depends only on the size, dtype and device of x. For a few tokens the
-    model's own operators are as fast, and under `torch.compile` the compiler fuses them.
+    shapes. So the answer depends only on the size, dtype and device of x. For a few tokens on a
+    CPU the model's own operators are as fast, and under `torch.compile` the compiler fuses them.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and x.numel() >= MIN_NUMBERS
-        and type(x) is Tensor
-        and isinstance(norm, nn.Module)
-        and _is_quicker(x)
-        and (parameters := weight_and_eps(norm)) is not None
-        and parameters[0].dtype == x.dtype
-        and parameters[0].device == x.device
-    )
+    if not _is_quicker(x) or not isinstance(norm, nn.Module):
+        return None
+    parameters = parameters_of(norm)
+    if parameters is None:
+        return None
+    weight = parameters.weight
+    return parameters if weight.dtype == x.dtype and weight.device == x.device else None
 
 
 def _is_quicker(x: Tensor) -> bool:
-    """Return whether one pass is faster: on the host, or on a GPU without gradients.
+    """Return whether one pass is faster: for many numbers on a CPU, on a GPU without gradients.
 
     The kernel on a GPU has no gradient.
     """
-    is_there = x.device.type == "cpu" or (x.is_cuda and not torch.is_grad_enabled())
-    return is_there and not is_watched() and not torch.is_autocast_enabled(x.device.type)
+    if is_on_gpu(x):
+        device, is_there = "cuda", not torch.is_grad_enabled()
+    else:
+        device, is_there = "cpu", x.is_cpu and x.numel() >= MIN_NUMBERS
+    return (
+        is_there
+        and type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not is_watched()
+        and not torch.is_autocast_enabled(device)
+    )
 
 
 def norm_or_defer(norm: nn.Module, x: Tensor) -> object:
     """Return the norm of x, or x if the rotation that follows normalizes it."""
-    return x if isinstance(x, Tensor) and is_deferred(norm, x) else norm(x)
+    return norm(x) if not isinstance(x, Tensor) or deferred(norm, x) is None else x
 
 
 def deferred_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Return the norm that `norm_or_defer` left out; x is now (batch, heads, seq, head_dim)."""
-    parameters = weight_and_eps(norm)
-    if parameters is None or len(parameters[0]) == x.shape[-1]:
+    parameters = parameters_of(norm)
+    if parameters is None or len(parameters.weight) == x.shape[-1]:
         whole: Tensor = norm(x)
         return whole
     flat = x.transpose(1, 2).flatten(2)

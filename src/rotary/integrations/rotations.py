@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..fused import Norm
 from .conventions import CHOICES, Convention, rotate_by
-from .norms import deferred_norm, is_deferred, weight_and_eps
+from .norms import Parameters, deferred, deferred_norm
 from .styles import REFUSALS, as_argument, full_width
 
 TOLERANCE = 4e-6  # a few float32 roundings of values below 8
@@ -124,12 +124,14 @@ def replacement_of(
             and isinstance(values[operands[-1]], Tensor)
         )
         if rotary_norms:
-            deferred = [(name, norm) for name, norm in zip(operands, rotary_norms, strict=False)
-                        if name in values and is_deferred(norm, values[name])]  # fmt: skip
-            norm = _norm_of(dict(deferred), operands) if is_complete and deferred else None
+            modules = dict(zip(operands, rotary_norms, strict=False))
+            left = {name: deferred(modules[name], values[name])
+                    for name in operands if name in modules and name in values}  # fmt: skip
+            norm = _norm_of([left.get(name) for name in operands]) if is_complete else None
             if norm is not None and (rotated := rotate_by(convention, values, norm)) is not None:
                 return rotated
-            values |= {name: deferred_norm(norm, values[name]) for name, norm in deferred}
+            values |= {name: deferred_norm(modules[name], values[name])
+                       for name in left if left[name] is not None}  # fmt: skip
             args, kwargs = (), values
         for each in conventions if is_complete else ():
             rotated = rotate_by(each, values)
@@ -149,14 +151,13 @@ def replacement_of(
     return rotation
 
 
-def _norm_of(deferred: Mapping[str, nn.Module], operands: Sequence[str]) -> Norm | None:
-    """Return the deferred norms for `rotary.fused`; None if it cannot compute them."""
-    facts = [weight_and_eps(deferred[name]) if name in deferred else None for name in operands]
-    norms = [fact for fact in facts if fact is not None]
-    if len(norms) != len(deferred) or len({(eps, add_one) for _, eps, add_one in norms}) != 1:
+def _norm_of(of_operands: Sequence[Parameters | None]) -> Norm | None:
+    """Return the norms of q and k for `rotary.fused`; None if there is none, or it cannot."""
+    of_q, of_k = (*of_operands, None)[:2]
+    one = of_q or of_k
+    if one is None or (of_q and of_k and of_q[1:] != of_k[1:]):
         return None
-    weights = [None if fact is None else fact[0] for fact in (*facts, None)]
-    return Norm(weights[0], weights[1], norms[0][1], add_one=norms[0][2])
+    return Norm(of_q and of_q.weight, of_k and of_k.weight, one.eps, add_one=one.add_one)
 
 
 # --- trying a function ---

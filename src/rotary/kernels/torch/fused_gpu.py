@@ -27,7 +27,7 @@ from ..stages import (
 from ..triton.fused import kernel
 from ..triton.launch import by_addresses, index_of, on_device, processors_of
 from ..triton.plan import grid_of, inverse_of
-from ..triton.sources import along
+from ..triton.sources import along, are_walked_alike
 from .checks import check_outputs, check_writable, slots_of
 from .launch import mark_written
 from .state import as_tensor
@@ -149,13 +149,14 @@ def planned(
         return None
     steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # after the batch axes
     sizes, strides = [xs[0].shape[axis] for axis in steps], list(steps.values())
-    cos, sin = cos.float(), sin.float()
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+    if cos.dtype == torch.float64:
+        cos, sin = cos.float(), sin.float()
+    if not are_walked_alike(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
     if rows is None:
-        width = cos.shape[-1]
+        width, column = cos.shape[-1], cos.stride(-1)
         cos, sin = (
-            table.as_strided((*sizes, width), (*strides, 1)).reshape(-1, sizes[-1], width)
+            table.as_strided((*sizes, width), (*strides, column)).reshape(-1, sizes[-1], width)
             for table in (cos, sin)
         )
     else:
@@ -347,6 +348,7 @@ def _launch(
     options = {
         "PAIRS": geometry.pairs,
         "WIDTH": _power(geometry.pairs),
+        "COLUMN": 1 if geometry.pairs == 1 else cos.stride(-1),
         "TOKENS": tile_tokens,
         "HEADS": heads,
         "READ_HALF": geometry.layout == "half",

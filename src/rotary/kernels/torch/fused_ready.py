@@ -2,16 +2,18 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
-from torch import Tensor, float32
+from torch import Tensor, float32, view_as_real
 
 from .. import Operand
 from ..geometry import Options
-from ..stages import TOKEN, KVCache, LatentCache, Stages, changes_v
+from ..stages import TOKEN, KVCache, LatentCache, Norm, Stages, changes_v
 from . import fused_ready_gpu as on_gpu
 from . import ready
 from .fused_kind import ABSENT, Kind
+from .gpu import Views, halves_of
 from .ready import Run, Tables
 from .state import is_on_gpu, is_recorded_by_dynamo
 
@@ -81,6 +83,47 @@ def quick(
         return of_q, None, None
     of_k = None if k is None else taken(scales[1])
     return of_q, of_k, taken(scales[2]) if v is not None and changes_v(stages) else v
+
+
+def by_views(
+    xs: Sequence[Tensor],
+    norm: Norm,
+    tables: Tables,
+    views: Views,
+    form: tuple[Hashable, ...],
+) -> tuple[Tensor, ...] | None:
+    """Normalize and rotate q, or q and k, on a GPU, by parts of tables as in `gpu.by_views`."""
+    if not is_on_gpu(xs[0]) or is_recorded_by_dynamo():
+        return None
+    q, k = (*xs, None)[:2]
+    operands, places = _present((q, k, None, *_NOTHING, norm.q, norm.k, norm.v, *_NOTHING))
+    caller_options = norm.eps, norm.add_one, places, views, form
+    return ready.run(caller_options, operands, tables, None, _code_by_views, _NormByViews)
+
+
+class _NormByViews(NamedTuple):
+    """All that such a call depends on besides its tensors; `places` as of a `Kind`."""
+
+    eps: float
+    add_one: bool
+    places: tuple[int, ...]
+    views: Views
+    form: tuple[Hashable, ...]
+
+
+def _code_by_views(
+    kind: _NormByViews,
+    xs: Sequence[Tensor],
+    tables: Tables,
+    out: Sequence[Tensor] | None,
+) -> Run | None:
+    found = halves_of(xs, tables, kind.views, kind.form)
+    if found is None or found[2].conjugate:
+        return None
+    cos, sin, options = found
+    of_call = Kind(options, kind.eps, kind.add_one, None, _ONES, None, kind.places)
+    real = tuple([view_as_real(x) if x.is_complex() else x for x in tables])  # the same memory
+    return on_gpu.code_of(of_call, xs, real, None, (cos, sin))
 
 
 def _parted(

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..memory import extent
 from ..stages import check_scales, fit, written_to
 from ..triton.plan import ALIGNED
-from .checks import check_memory, check_no_inference, check_operands, check_rows
+from .checks import check_memory, check_no_inference, check_operands, check_rows, check_xs
 from .fused_kind import Kind, operands_of, stages_of
 from .gpu import Addresses, range_check
 from .launch import form, is_for_gpu
@@ -20,9 +20,15 @@ from .state import wants_grad
 
 
 def code_of(
-    kind: Kind, xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
+    kind: Kind,
+    xs: Sequence[Tensor],
+    tables: Tables,
+    out: Sequence[Tensor] | None,
+    halves: tuple[Tensor, Tensor] | None = None,
 ) -> Run | None:
     """Return code, compiled and loaded, for tensors of these forms; None if there can be none.
+
+    halves  cos and sin as parts of `tables`, perhaps in 16 bits; None if `tables` are cos and sin
 
     Raises ValueError for shapes that do not fit.
     """
@@ -36,9 +42,13 @@ def code_of(
     q, k, v, _, cache, _ = operands
     stages, caches = stages_of(kind, operands), written_to(cache)
     check_scales(stages, (q, k, v), lambda scale: None)  # those in tensors are on the device
-    cos, sin, *rows = tables
     given = [x for x in (q, k, v) if x is not None]
-    check_operands(given, cos, sin, None)
+    if halves is None:
+        cos, sin, *rows = tables
+        check_operands(given, cos, sin, None)
+    else:
+        (cos, sin), rows = halves, []
+        check_xs(given, None)
     row_shape = tuple(check_rows(rows[0], q).shape) if rows else None
     shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
     fitted = fit(shapes, tuple(cos.shape), row_shape, kind.options, stages)
@@ -57,12 +67,12 @@ def code_of(
     if len({y.is_inference() for y in written}) > 1:  # only some have a version counter
         return None
     sources = [*read, *outs]
-    places = _places(planned.arguments, sources, caches)
+    places = _places(planned.arguments, sources, [*caches, *tables])
     launch = None if places is None else planned.prepared()
     if places is None or launch is None:
         return None
     makers = [maker_of_outputs(y, 0) for y in outs] if out is None else []
-    checked = [*given, cos, sin]
+    checked = [*given, *tables[:2]]
     are_apart = range_check(checked, written, range(len(out or ())))
     reads, writes = [[_index(x, sources) for x in each] for each in (checked, written)]
     in_place = [checked[index] is y for index, y in enumerate(out or ())]
@@ -115,11 +125,12 @@ def _check_memory(
 
 
 def _places(
-    arguments: Sequence[object], sources: Sequence[Tensor], caches: Sequence[Tensor]
+    arguments: Sequence[object], sources: Sequence[Tensor], parted: Sequence[Tensor]
 ) -> list[tuple[int, int]] | None:
     """Return which of `sources` each tensor of `arguments` is, and how many bytes into it.
 
-    Only a part of a cache begins within it. None if a tensor is a copy, or it is not clear which.
+    Only a part of those in `parted` begins within it. None if a tensor is a copy, or it is not
+    clear which.
     """
     by_address: dict[int, int] = {}
     for index, x in enumerate(sources):
@@ -132,8 +143,8 @@ def _places(
         if found is not None:
             places.append((found, 0))
             continue
-        owners = [c for c in caches
-                  if c.data_ptr() < x.data_ptr() < c.data_ptr() + extent(form(c))[1]]  # fmt: skip
+        owners = [y for y in parted
+                  if y.data_ptr() < x.data_ptr() < y.data_ptr() + extent(form(y))[1]]  # fmt: skip
         if not owners:
             return None
         start = owners[0].data_ptr()

@@ -118,21 +118,28 @@ def _together(views: Views, form: tuple[Hashable, ...]) -> tuple[Views, tuple[Ha
     return views, form
 
 
+def halves_of(
+    xs: Sequence[Tensor], tables: Tables, views: Views, form: tuple[Hashable, ...]
+) -> tuple[Tensor, Tensor, Options] | None:
+    """Return what `views` returns; None if a kernel cannot read it, or a gradient is wanted."""
+    if not is_for_gpu((*xs, *tables)) or wants_grad(*xs, *tables):
+        return None
+    found = views(xs, tables, *form)
+    if found is None or found[0].dtype != found[1].dtype or not is_for_gpu(found[:2]):
+        return None
+    return found
+
+
 def _code_by_views(
     kind: tuple[Views, tuple[Hashable, ...]],
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor] | None,
 ) -> Run | None:
-    views, form = kind
-    if not is_for_gpu((*xs, *tables)) or wants_grad(*xs, *tables):
-        return None
-    found = views(xs, tables, *form)
+    found = halves_of(xs, tables, *kind)
     if found is None:
         return None
     *halves, options = found
-    if halves[0].dtype != halves[1].dtype or not is_for_gpu(halves):
-        return None
     shapes = tuple([tuple(x.shape) for x in xs])
     geometry = geometry_of(shapes, tuple(halves[0].shape), None, options)
     launch, _ = _launch(Rotation(geometry, None), xs, halves, None)

@@ -210,8 +210,8 @@ def kernel(
     sk_head, wk_head, k_number, k_heads, k_parts,
     v, yv, wv, sv, v_batch, v_token, v_head, yv_batch, yv_token, yv_head, sv_batch, sv_token,
     sv_head, wv_head, v_number, v_heads, v_parts,
-    PAIRS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-    READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, HAS_ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, WIDTH: tl.constexpr, COLUMN: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, READ_HALF: tl.constexpr, WRITE_HALF: tl.constexpr, HAS_ROWS: tl.constexpr,
     ADD_ONE: tl.constexpr, SLOTS: tl.constexpr, GRID_3D: tl.constexpr,
     Q_DIM: tl.constexpr, Q_START: tl.constexpr, Q_REST: tl.constexpr, Q_NORM: tl.constexpr,
     Q_SCALE: tl.constexpr, Q_FORM: tl.constexpr, Q_LARGEST: tl.constexpr,
@@ -222,8 +222,9 @@ def kernel(
 ):  # fmt: skip
     """Take all stages for a block of tokens and a part of the heads of q, k or v.
 
-    A table row is at `row_batch b + row_token t`, or `step` times the number found there in `rows`.
-    With GRID_3D the grid has an axis each for parts, blocks of tokens and batch; else it has one.
+    A table row is at `row_batch b + row_token t`, or `step` times the number found there in `rows`;
+    COLUMN is the stride between its columns. With GRID_3D the grid has an axis each for parts,
+    blocks of tokens and batch; else it has one.
     """
     ROWS: tl.constexpr = TOKENS * HEADS
     if GRID_3D:
@@ -245,8 +246,9 @@ def kernel(
         row = tl.load(rows + at, mask=is_token, other=0).to(tl.int64)
         readable = readable & ((row >= 0) & (row < count))[:, None]
         at = row * step
-    cos = tl.load(cos_table + at[:, None] + pair, mask=readable, other=float("nan"))
-    sin = tl.load(sin_table + at[:, None] + pair, mask=readable, other=float("nan"))
+    column = at[:, None] + COLUMN * pair
+    cos = tl.load(cos_table + column, mask=readable, other=float("nan")).to(tl.float32)
+    sin = tl.load(sin_table + column, mask=readable, other=float("nan")).to(tl.float32)
     page, place = token, token
     if SLOTS:
         slot_at = batch * slot_batch + token * slot_token
