@@ -163,10 +163,7 @@ def by_addresses(
             return False
         if not is_only and current_device() != index:
             with on_device(index):
-                return launched(addresses)
-        return launched(addresses)
-
-    def launched(addresses: Addresses) -> bool:
+                return launch(addresses, True)
         memory, config, config_at, places_at = prepared.every
         memory[: len(addresses)] = addresses  # type: ignore[call-overload]  # any sequence
         config.stream = current_stream(index)
