@@ -107,24 +107,38 @@ def test_norm_and_rotation_are_those_of_the_formula(name, form):
     assert_equal(*both(xs, spec, Stages(norm)), ulps=0 if form == "none" else 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("style", ["halves", "repeat"])
+def wide(table):
+    return torch.cat((table, table), -1)[:, :4]
+
+
+TABLES = {  # the same numbers, of other strides
+    "wide": lambda cos, sin: (wide(cos), wide(sin)),
+    "every second column": lambda cos, sin: [
+        table.repeat_interleave(2, -1)[:, ::2] for table in (cos, sin)
+    ],
+    "every third column": lambda cos, sin: [
+        table.repeat_interleave(3, -1)[:, ::3] for table in (cos, sin)
+    ],
+    "columns first": lambda cos, sin: (cos.T.contiguous().T, sin.T.contiguous().T),
+    "different strides": lambda cos, sin: (wide(cos), sin),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("form", TABLES)
 @pytest.mark.parametrize("picks", [False, True])
-def test_tables_of_a_model_are_read_where_they_are(style, dtype, picks):
+def test_tables_are_read_by_their_own_strides(form, dtype, picks):
     spec = SPECS["half"]
     q, k = heads_of(4, 2)
     halves = [table.to(dtype) for table in rotary.cos_sin(spec, torch.arange(6))]
-    if style == "halves":
-        parts = [torch.cat((half, half), -1)[:, :4] for half in halves]
-    else:
-        parts = [half.repeat_interleave(2, -1)[:, ::2] for half in halves]
+    parts = TABLES[form](*halves)
     rows = torch.tensor([5, 0, 0, 3, 2, 4]) if picks else None
     stages = Stages(Norm(draw(8), draw(8, seed=1), 1e-5))
     shapes = tuple(q.shape), tuple(k.shape), None
     options = options_of(spec, seq_dim=-2)
     fitted = fit(shapes, (6, 4), (6,) if picks else None, options, stages)
-    wide = [half.float() for half in halves]
-    want = torch_fused_gpu.fused(q, k, None, *wide, rows, fitted, stages, None)
+    plain = [half.float() for half in halves]
+    want = torch_fused_gpu.fused(q, k, None, *plain, rows, fitted, stages, None)
     got = torch_fused_gpu.fused(q, k, None, *parts, rows, fitted, stages, None)
     assert all(map(torch.equal, got[:2], want[:2]))
 

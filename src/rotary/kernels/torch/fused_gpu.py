@@ -140,6 +140,10 @@ def planned(
         check_outputs([x.to("meta", kind) for x in returned], read, out)
     # a cache may not be an input, either
     check_writable([cos, sin, *read, *(out or ())], written_to(stages.cache))
+    if cos.dtype == torch.float64:
+        cos, sin = cos.float(), sin.float()
+    if not are_walked_alike(cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
     steps = dict(enumerate(along(cos if rows is None else rows, fitted.geometries[0].dims)))
     if 0 in fitted.tokens or 0 < fitted.place < len(fitted.tokens) - 1:
         return None
@@ -149,10 +153,6 @@ def planned(
         return None
     steps[fitted.seq_axis] = steps.pop(fitted.seq_axis)  # after the batch axes
     sizes, strides = [xs[0].shape[axis] for axis in steps], list(steps.values())
-    if cos.dtype == torch.float64:
-        cos, sin = cos.float(), sin.float()
-    if not are_walked_alike(cos, sin):
-        cos, sin = cos.contiguous(), sin.contiguous()
     if rows is None:
         width, column = cos.shape[-1], cos.stride(-1)
         cos, sin = (
