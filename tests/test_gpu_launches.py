@@ -163,14 +163,13 @@ def test_norms_of_a_patched_model_are_in_that_launch(
     with mode():
         tables = [table.clone() for table in tables]
         for _ in range(3):
-            q, k = (norms.norm_or_defer(*each) for each in zip(both, xs, strict=True))
-            assert q is xs[0]
-            assert k is xs[1]
+            parts = [norms.norm_or_defer(*each) for each in zip(both, xs, strict=True)]
+            assert all(x is y for (x, _), y in zip(parts, xs, strict=True))
             stub.counted = 45  # up to the weight of k
             stub.forget()
-            results = OURS[function](
-                q.transpose(1, 2), k.transpose(1, 2), *tables, rotary_norms=both
-            )
+            heads_first = [x.transpose(1, 2) for x in xs]
+            left = [norm for _, norm in parts]
+            results = OURS[function](*heads_first, *tables, rotary_norms=left)
             assert [y.shape for y in results] == [x.transpose(1, 2).shape for x in xs]
             (launch,) = stub.launches
             at = [table.data_ptr() for table in (tables[0], tables[-1])]
@@ -184,11 +183,24 @@ def test_norms_of_a_patched_model_are_in_that_launch(
 def test_norms_that_need_a_gradient_are_left_to_the_model(stub):
     norm = torch.nn.RMSNorm(16, eps=1e-6, dtype=torch.bfloat16)
     x = q_and_k()[0]
-    assert norms.norm_or_defer(norm, x) is not x
-    assert norms.norm_or_defer(norm.requires_grad_(False), x) is not x  # a gradient may be wanted
+    assert norms.norm_or_defer(norm, x)[1] is None
+    assert norms.norm_or_defer(norm.requires_grad_(False), x)[1] is None  # one may be wanted
     with torch.no_grad():
-        assert norms.norm_or_defer(norm, x) is x
+        assert norms.norm_or_defer(norm, x) == (x, (norm, norm.weight, 1e-6, False))
     assert stub.launches == []
+
+
+def test_norms_before_tables_that_the_kernel_cannot_read_are_computed_too(stub):
+    """By copies of the tables: their columns are three apart, or they differ in strides."""
+    both = [torch.nn.RMSNorm(16, eps=1e-6) for _ in "qk"]
+    xs = [x.float().transpose(1, 2) for x in q_and_k()]
+    cos, sin, _ = torch.randn(3, 1, 16, 3).unbind(-1)
+    with torch.no_grad():
+        left = [norms.norm_or_defer(*each)[1] for each in zip(both, xs, strict=True)]
+        for tables in ((cos, sin), (cos.contiguous(), torch.randn(3, 2, 16)[:, :1])):
+            stub.forget()
+            OURS[turned](*[x.transpose(1, 2) for x in xs], *tables, rotary_norms=left)
+            assert len(stub.launches) == 1
 
 
 def test_a_layer_for_kernels_keeps_its_launch(stub, monkeypatch):

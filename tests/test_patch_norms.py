@@ -8,7 +8,8 @@ import pytest
 import torch
 from families import FAMILIES, LOCAL, distance, gradients, tiny_model, tokens
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rotary.integrations import conventions, norms
@@ -223,6 +224,35 @@ def test_a_norm_that_was_changed_is_called_as_it_is(change, which, when, fused_c
         assert distance(hidden(model), wanted) < 1e-5
     if change is hooked:
         assert getattr(attention, which).seen == [(2, 12, 4 if which == "q_norm" else 2, 16)] * 2
+
+
+def cast(module, q, k, v, mask, **options):
+    """Attention that casts q and k to the dtype of v, as that of the flash_attn package does."""
+    return sdpa_attention_forward(module, q.to(v.dtype), k.to(v.dtype), v, mask, **options)
+
+
+def test_a_norm_that_returns_a_wider_dtype_is_computed_once(fused_calls):
+    """Fine-tuning keeps norms in float32; their result looks like what could be left to fused."""
+    AttentionInterface.register("cast", cast)
+    model = new_model("qwen3", AutoModel, num_hidden_layers=1).to(torch.bfloat16)
+    model.set_attn_implementation("cast")
+    attention = model.layers[0].self_attn
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.float()
+        norm.weight.data = torch.linspace(0.2, 3, 16)
+    before = hidden(model)
+    with patch(model):
+        assert distance(hidden(model), before) < 2e-2
+    assert fused_calls == []
+
+
+def test_a_hook_that_removes_itself_is_called_once(fused_calls):
+    model = new_model("qwen3", AutoModel, num_hidden_layers=1)
+    norm = model.layers[0].self_attn.q_norm
+    before = hidden(model)
+    with patch(model):
+        hook = norm.register_forward_hook(lambda *_: hook.remove())
+        assert distance(hidden(model), before) < 1e-5
 
 
 def test_what_is_no_rms_norm_is_not_taken_for_one():

@@ -6,12 +6,12 @@
 
 becomes in a copy of the method:
 
-    query = _rotary_norm(self.q_norm, self.q_proj(x).view(shape)).transpose(1, 2)
+    query = (_rotary_0 := _rotary_norm(self.q_norm, self.q_proj(x).view(shape)))[0].transpose(1, 2)
     ...
-    query, key = apply_rotary_pos_emb(query, key, cos, sin, rotary_norms=(self.q_norm, self.k_norm))
+    query, key = apply_rotary_pos_emb(query, key, cos, sin, rotary_norms=(_rotary_0[1], ...))
 
-If `deferred` returns the parameters of a norm, `_rotary_norm` returns its input, and `rotary.fused`
-computes both norm and rotation. Otherwise `_rotary_norm` calls the norm.
+`_rotary_norm` is `norm_or_defer`. It returns (x, norm) if `rotary.fused` is to compute both norm
+and rotation; otherwise it calls the norm, and returns (result, None).
 """
 
 import ast
@@ -49,9 +49,10 @@ class RMSNorm(NamedTuple):
     add_one: bool
 
 
-class Parameters(NamedTuple):
-    """The numbers of an RMS norm, as `rotary.Norm` takes them."""
+class Deferred(NamedTuple):
+    """A norm that is left to the rotation, and its numbers as `rotary.Norm` takes them."""
 
+    norm: nn.Module
     weight: Tensor
     eps: float
     add_one: bool
@@ -102,8 +103,8 @@ def _tried(module: nn.Module) -> RMSNorm | None:
     return None
 
 
-def parameters_of(norm: nn.Module) -> Parameters | None:
-    """Return the numbers of an RMS norm, if calling it does nothing else.
+def _deferrable(norm: nn.Module) -> Deferred | None:
+    """Return an RMS norm with its numbers, if calling it does nothing else.
 
     None if it has hooks, another forward, or a weight that is not a plain tensor.
     """
@@ -126,26 +127,23 @@ def parameters_of(norm: nn.Module) -> Parameters | None:
     ):
         return None
     assert isinstance(weight, Tensor)
-    return Parameters(weight, eps, convention.add_one)
+    return Deferred(norm, weight, eps, convention.add_one)
 
 
 # --- when a norm is deferred ---
 
 
-def deferred(norm: object, x: Tensor) -> Parameters | None:
-    """Return the numbers of a norm that is left to the rotation that follows; else None.
+def norm_or_defer(norm: nn.Module, x: Tensor) -> tuple[object, Deferred | None]:
+    """Return x and the norm, if that is left to the rotation; else the norm of x, and None.
 
-    This is called twice, instead of the norm and by the rotation, with the same numbers in two
-    shapes. So the answer depends only on the size, dtype and device of x. For a few tokens on a
-    CPU the model's own operators are as fast, and under `torch.compile` the compiler fuses them.
+    For a few tokens on a CPU the model's own operators are as fast, and under `torch.compile` the
+    compiler fuses them.
     """
-    if not _is_quicker(x) or not isinstance(norm, nn.Module):
-        return None
-    parameters = parameters_of(norm)
-    if parameters is None:
-        return None
-    weight = parameters.weight
-    return parameters if weight.dtype == x.dtype and weight.device == x.device else None
+    if isinstance(x, Tensor) and isinstance(norm, nn.Module) and _is_quicker(x):
+        left = _deferrable(norm)
+        if left is not None and left.weight.dtype == x.dtype and left.weight.device == x.device:
+            return x, left
+    return norm(x), None
 
 
 def _is_quicker(x: Tensor) -> bool:
@@ -166,19 +164,13 @@ def _is_quicker(x: Tensor) -> bool:
     )
 
 
-def norm_or_defer(norm: nn.Module, x: Tensor) -> object:
-    """Return the norm of x, or x if the rotation that follows normalizes it."""
-    return norm(x) if not isinstance(x, Tensor) or deferred(norm, x) is None else x
-
-
-def deferred_norm(norm: nn.Module, x: Tensor) -> Tensor:
+def deferred_norm(left: Deferred, x: Tensor) -> Tensor:
     """Return the norm that `norm_or_defer` left out; x is now (batch, heads, seq, head_dim)."""
-    parameters = parameters_of(norm)
-    if parameters is None or len(parameters.weight) == x.shape[-1]:
-        whole: Tensor = norm(x)
+    if len(left.weight) == x.shape[-1]:
+        whole: Tensor = left.norm(x)
         return whole
     flat = x.transpose(1, 2).flatten(2)
-    y: Tensor = norm(flat)
+    y: Tensor = left.norm(flat)
     batch, heads, seq, width = x.shape
     return y.view(batch, seq, heads, width).transpose(1, 2)
 
@@ -220,15 +212,18 @@ def move_norms(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> M
                       if isinstance(node, ast.Name)]  # fmt: skip
             sites = [_site(block[:index], x.id) for x in xs
                      if isinstance(x, ast.Name) and x.id in stored]  # fmt: skip
-            calls = [site for site in sites if site is not None]
-            if not calls or len(calls) != counts[call.func.id]:
+            found = [site for site in sites if site is not None]
+            if not found or len(found) != counts[call.func.id]:
                 continue
-            left_out = [copy.deepcopy(site.func) for site in calls]
-            for site in calls:
-                norms.append(site.func.attr)  # type: ignore[attr-defined]  # as `_site` saw
-                site.args = [site.func, *site.args]
-                site.func = ast.Name(CALLED, ast.Load())
-            call.keywords.append(ast.keyword("rotary_norms", ast.Tuple(left_out, ast.Load())))
+            left: list[ast.expr] = []
+            for site in found:
+                kept, of_norm = f"_rotary_{len(norms)}", site.value
+                assert isinstance(of_norm, ast.Call)
+                norms.append(of_norm.func.attr)  # type: ignore[attr-defined]  # as `_site` saw
+                both = ast.Call(ast.Name(CALLED, ast.Load()), [of_norm.func, *of_norm.args], [])
+                site.value = _item(ast.NamedExpr(ast.Name(kept, ast.Store()), both), 0)
+                left.append(_item(ast.Name(kept, ast.Load()), 1))
+            call.keywords.append(ast.keyword("rotary_norms", ast.Tuple(left, ast.Load())))
     if not norms:
         raise ValueError("has no norm right before its rotation")
     ast.fix_missing_locations(tree)
@@ -295,8 +290,12 @@ def _blocks(function: ast.FunctionDef) -> list[list[ast.stmt]]:
     return blocks
 
 
-def _site(before: Sequence[ast.stmt], name: str) -> ast.Call | None:
-    """Return the call `self.norm(x)` that a variable has the value of after these statements.
+def _item(of: ast.expr, index: int) -> ast.Subscript:
+    return ast.Subscript(of, ast.Constant(index), ast.Load())
+
+
+def _site(before: Sequence[ast.stmt], name: str) -> ast.Assign | ast.Attribute | None:
+    """Return what has `self.norm(x)` for its value, the value of a variable after these statements.
 
     The value may also have been split into heads, and its axes 1 and 2 exchanged. None if anything
     else reads or changes the variable.
@@ -307,6 +306,7 @@ def _site(before: Sequence[ast.stmt], name: str) -> ast.Call | None:
             continue
         if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             return None
+        site: ast.Assign | ast.Attribute = statement
         target, value = statement.targets[0], statement.value
         if not isinstance(target, ast.Name) or target.id != name:
             return None
@@ -317,10 +317,11 @@ def _site(before: Sequence[ast.stmt], name: str) -> ast.Call | None:
             and not _is_of_self(value.func)
         ):
             moves.append(value)
-            value = value.func.value
+            site = value.func
+            value = site.value
         if isinstance(value, ast.Call) and _is_of_self(value.func):
             is_alone = len(value.args) == 1 and not value.keywords
-            return value if is_alone and _keeps_heads(moves, name) else None
+            return site if is_alone and _keeps_heads(moves, name) else None
         if not isinstance(value, ast.Name) or value.id != name:
             return None
     return None

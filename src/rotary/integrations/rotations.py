@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..fused import Norm
 from .conventions import CHOICES, Convention, rotate_by
-from .norms import Parameters, deferred, deferred_norm
+from .norms import Deferred, deferred_norm
 from .styles import REFUSALS, as_argument, full_width
 
 TOLERANCE = 4e-6  # a few float32 roundings of values below 8
@@ -115,7 +115,7 @@ def replacement_of(
     needed = {*operands, *convention.tables}
 
     @functools.wraps(function, updated=())
-    def rotation(*args: Any, rotary_norms: Sequence[nn.Module] = (), **kwargs: Any) -> Any:
+    def rotation(*args: Any, rotary_norms: Sequence[Deferred | None] = (), **kwargs: Any) -> Any:
         values = dict(zip(convention.parameters, args, strict=False), **kwargs)
         is_complete = (
             len(values) == len(args) + len(kwargs)
@@ -123,15 +123,12 @@ def replacement_of(
             and isinstance(values[operands[0]], Tensor)
             and isinstance(values[operands[-1]], Tensor)
         )
-        if rotary_norms:
-            modules = dict(zip(operands, rotary_norms, strict=False))
-            left = {name: deferred(modules[name], values[name])
-                    for name in operands if name in modules and name in values}  # fmt: skip
-            norm = _norm_of([left.get(name) for name in operands]) if is_complete else None
+        if any(rotary_norms):
+            norm = _norm_of(rotary_norms) if is_complete else None
             if norm is not None and (rotated := rotate_by(convention, values, norm)) is not None:
                 return rotated
-            values |= {name: deferred_norm(modules[name], values[name])
-                       for name in left if left[name] is not None}  # fmt: skip
+            for name, left in zip(operands, rotary_norms, strict=True):
+                values[name] = values[name] if left is None else deferred_norm(left, values[name])
             args, kwargs = (), values
         for each in conventions if is_complete else ():
             rotated = rotate_by(each, values)
@@ -151,11 +148,11 @@ def replacement_of(
     return rotation
 
 
-def _norm_of(of_operands: Sequence[Parameters | None]) -> Norm | None:
-    """Return the norms of q and k for `rotary.fused`; None if there is none, or it cannot."""
-    of_q, of_k = (*of_operands, None)[:2]
+def _norm_of(left: Sequence[Deferred | None]) -> Norm | None:
+    """Return the norms of q and k for `rotary.fused`; None if it cannot compute both."""
+    of_q, of_k = (*left, None)[:2]
     one = of_q or of_k
-    if one is None or (of_q and of_k and of_q[1:] != of_k[1:]):
+    if one is None or (of_q and of_k and of_q[2:] != of_k[2:]):
         return None
     return Norm(of_q and of_q.weight, of_k and of_k.weight, one.eps, add_one=one.add_one)
 

@@ -109,9 +109,10 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
                  Image models: Flux and others that take ids, Wan and others that take a video,
                  and DINOv3, which keeps its random positions in training.
 
-    RMS norms of q and k right before the rotation, as in Qwen3, are computed by `rotary.fused` in
-    the same pass if q or k has 32,768 numbers or more, but not while torch compiles, and not if a
-    norm has hooks, another forward, or a weight of another dtype. `.patched` names such norms.
+    RMS norms of q and k right before the rotation, as in Qwen3, are computed in the same pass: on
+    a GPU where no gradient is wanted, on a CPU for 32,768 numbers of q or k and more. The model's
+    own norm is called while torch compiles, and if it has hooks, another forward, or a weight of
+    another dtype. `.patched` names such norms.
 
     If `rotary convert` wrote the weights in another layout than the model's code has, q and k are
     rotated in the layout of the weights, which `rope_traditional` of the config gives.
