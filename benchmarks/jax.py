@@ -9,7 +9,8 @@ Times are those of all threads of the process, which a busy machine stretches li
 median of those of the rounds. `python -m benchmarks.jax --seq 128` is the same in the cache: at the
 default of 4096 all wait for the memory of their new outputs. `--quick` has one dtype, and no time
 fails it. On a GPU the clock is the wall's, over 20 calls of 65536 tokens that are given to it at
-once: the host takes longer over a short one than the device.
+once: the host takes longer over a short one than the device. --out names a folder for the table,
+DATE-jax.md, or DATE-cuda-jax.md.
 """
 
 import datetime
@@ -67,7 +68,8 @@ def main() -> None:
     heads = ("group", "case", "ms" if is_on_gpu() else "CPU ms", "x copy", "formula / it")
     text = f"{machine}\n\n{command.table(heads, rows)}\n"
     print(text)
-    command.write(given.out, {f"{datetime.date.today().isoformat()}-jax.md": text})
+    name = "cuda-jax" if is_on_gpu() else "jax"
+    command.write(given.out, {f"{datetime.date.today().isoformat()}-{name}.md": text})
     if slower and not given.quick:
         sys.exit("slower than the formula: " + "; ".join(slower))
 
