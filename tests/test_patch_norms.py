@@ -175,6 +175,10 @@ def of_another_dtype(norm):
     norm.weight.data = norm.weight.data.bfloat16()
 
 
+def of_another_class(norm):
+    norm.__class__ = type("Louder", (type(norm),), {"forward": lambda self, x: x * self.weight})
+
+
 def of_a_class_that_calls_otherwise(norm):
     norm.__class__ = type("Loud", (type(norm),), {"__call__": lambda self, x: -self.forward(x)})
 
@@ -199,8 +203,8 @@ def of_a_tensor_class(norm):
 
 
 CHANGES = [
-    hooked, replaced, of_another_dtype, of_a_class_that_calls_otherwise, parametrised,
-    with_another_eps, with_eps_as_a_tensor, of_a_tensor_class,
+    hooked, replaced, of_another_dtype, of_another_class, of_a_class_that_calls_otherwise,
+    parametrised, with_another_eps, with_eps_as_a_tensor, of_a_tensor_class,
 ]  # fmt: skip
 
 
@@ -253,6 +257,21 @@ def test_a_hook_that_removes_itself_is_called_once(fused_calls):
     with patch(model):
         hook = norm.register_forward_hook(lambda *_: hook.remove())
         assert distance(hidden(model), before) < 1e-5
+
+
+def test_a_class_whose_forward_was_replaced_is_tried_again(fused_calls, monkeypatch):
+    model = new_model("qwen3", AutoModel, num_hidden_layers=1)
+    kind = type(model.layers[0].self_attn.q_norm)
+    with patch(model):
+        hidden(model)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 3 * forward(self, x))
+    before = hidden(model)
+    for _ in range(2):
+        with patch(model) as patched:
+            assert distance(hidden(model), before) < 1e-5
+        assert not any("with" in what for _, what in patched.patched)
+    assert len(fused_calls) == 1
 
 
 def test_what_is_no_rms_norm_is_not_taken_for_one():

@@ -612,6 +612,13 @@ def test_the_probe_would_notice(name):
     assert name in python(f"import rotary, {name}\n{PROBE}").split()
 
 
+def test_the_plug_in_of_vllm_loads_no_numba():
+    """While vLLM without Triton starts, an object of llvmlite would end it."""
+    loaded = set(python(f"import rotary.integrations.vllm\n{PROBE}").split())
+    assert "torch" in loaded
+    assert not loaded & {"numba", "llvmlite"}
+
+
 def test_numpy_work_does_not_load_torch():
     script = WORK + "work('numpy')\n" + PROBE
     assert not {"torch", "transformers", "typer"} & set(python(script).split())

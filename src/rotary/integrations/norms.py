@@ -58,7 +58,9 @@ class Deferred(NamedTuple):
     add_one: bool
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, RMSNorm | None] = weakref.WeakKeyDictionary()
+# module -> the forward of its class, which may be replaced, and what that computes
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[object, RMSNorm | None]]
+_known = weakref.WeakKeyDictionary()
 
 
 def rms_norm_of(module: object) -> RMSNorm | None:
@@ -70,9 +72,11 @@ def rms_norm_of(module: object) -> RMSNorm | None:
     """
     if not isinstance(module, nn.Module):
         return None
-    if module not in _known:
-        _known[module] = _tried(module)
-    return _known[module]
+    forward = type(module).forward
+    known = _known.get(module)
+    if known is None or known[0] is not forward:
+        known = _known[module] = forward, _tried(module)
+    return known[1]
 
 
 def _tried(module: nn.Module) -> RMSNorm | None:

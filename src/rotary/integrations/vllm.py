@@ -20,6 +20,9 @@ Inductor it calls none of them, not this one either, and compiles its own formul
 An embedding is compared with vLLM's own formula when it is made, and not replaced if they differ.
 vLLM's own code computes calls of a form that is not known here. The log says so, once.
 
+This file imports no Numba: at its start, vLLM without Triton looks into every module that is
+loaded, and an object of llvmlite does not survive that. The first rotation, later, may.
+
 Interface: vLLM 0.32, `model_executor/custom_op.py` and `model_executor/layers/rotary_embedding`.
 """
 
@@ -34,8 +37,8 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from ..kernels.torch.launch import check_row_range
-from ..kernels.torch.state import is_on_host
+from ..kernels.numpy import check_rows
+from ..kernels.torch.state import host_array, is_on_host
 from ..prepare import prepare
 from ..rotate import rotate
 from .vllm_tables import EXACT, Rope, adopt, cache_of, exact_table, is_exact, tables_of
@@ -272,7 +275,7 @@ def _rotated(
     if has_axes:
         axes = rope._buffers[_AXES]
         if not is_compiling and is_on_host(positions):
-            check_row_range(positions, tables.whole)
+            check_rows(host_array(positions), range(len(tables.whole)))
         columns = torch.arange(len(axes), device=axes.device)
         cos, sin = tables.whole[positions.t()[:, axes], columns].chunk(2, -1)
     else:
