@@ -450,8 +450,9 @@ def counted(function):
 def watch():
     """Count the jobs, and give what the loops write to memory between guarded pages."""
     threads.run = counted(threads.run)
-    small_job = jobs._small_job
+    small_job, large_job = jobs._small_job, jobs._large_job
     jobs._small_job = lambda *form: counted(small_job(*form))
+    jobs._large_job = lambda *form: counted(large_job(*form))
     cpu.np = fused_jobs.np = GuardedNumPy()
     for module in (torch_launch, torch_fused_cpu):
         module.empty_like = guarded_like(module.empty_like)

@@ -684,19 +684,34 @@ def test_the_public_call_is_these_kernels():
             assert_bits(back(result), expected)
 
 
+@pytest.mark.parametrize("has_openmp", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype):
+def test_stores_past_the_caches_write_the_same(monkeypatch, layout, dtype, has_openmp):
     """What only large outputs get, on small ones: aligned rows, and rows that are not."""
+    openmp, modes = pool.openmp(), []
+    if has_openmp and openmp is None:
+        pytest.skip("no OpenMP")
     spec = rotary.Rotary(head_dim=128, layout=layout)
     x = numbers(3, (2, 5, 128), DTYPES[dtype])
     cos, sin = rotary.cos_sin(spec, np.arange(5))
     wanted = reference.rotate((x,), cos, sin, None, Options(layout), None)[0]
     monkeypatch.setattr(jobs, "STREAM_BYTES", 0)
     monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
-    modes = []
-    run = pool.run
-    monkeypatch.setattr(pool, "run", lambda *job: (modes.append(job[2][4]), run(*job)))
+    monkeypatch.setattr(pool, "count", lambda: 2)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(loop, job, *more):
+        modes.append(ctypes.c_int64.from_address(job + 32).value)
+        openmp.parallel(loop, job, *more)
+
+    if has_openmp:
+        address = ctypes.cast(parallel, ctypes.c_void_p).value
+        monkeypatch.setattr(pool, "openmp", lambda: openmp._replace(address=address))
+    else:
+        run = pool.run
+        monkeypatch.setattr(pool, "openmp", lambda: None)
+        monkeypatch.setattr(pool, "run", lambda *job: (modes.append(job[2][4]), run(*job)))
     memory = np.zeros(4096 + x.nbytes, np.uint8)
     aligned = -memory.ctypes.data % 64
     for shift in (0, x.itemsize):  # one element further, no store of a vector is aligned

@@ -29,12 +29,10 @@ from .loops import (
     are_inside,
     as_check,
     as_loop,
-    next_part,
-    own_number,
-    share_of,
     table_memory,
     whole_numbers,
 )
+from .parts import next_part, own_number, share_of
 from .rows import MODES, PLAIN, STREAMING, table_rows
 from .vectors import CACHE_LINE
 

@@ -223,7 +223,11 @@ def _small_job(
 def _large_job(form: Array, mode: int, size: int, can_stream: bool) -> Job:
     """Return a job on all threads; its stores bypass the caches if all of them are aligned."""
     at, streaming = address(form), mode + STREAMING * can_stream
-    loop = loops.loop("rotation")
+    loop, openmp = loops.loop("rotation"), threads.openmp()
+    if openmp is not None:
+        how = loop.address, openmp.address, openmp.thread_number, threads.PARTS
+        together = loops.rotate_together()((at, mode, streaming, *how, form))  # keeps `form` alive
+        return lambda *operands: together(*operands, threads.usable())
 
     def job(
         q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int

@@ -26,16 +26,15 @@ from .built_in import (
 from .compiled import c_function, compiled, inlined
 from .llvm import (
     call_address,
-    call_number,
     fence,
     load_double,
     load_int,
     record,
     table_row,
     table_row_axes,
-    take,
     whole_numbers_at,
 )
+from .parts import next_part, own_number, share_of
 from .rows import STREAMING, rotate_rows, table_rows
 from .vectors import CACHE_LINE
 
@@ -98,36 +97,6 @@ def _offset(fields: np.dtype[np.void], name: str) -> int:
 
 _K, _REACH = _offset(FORM, "k"), _offset(FORM, "reach")
 _ROTATION_TAKEN, _TABLE_TAKEN = _offset(ROTATION, "taken"), _offset(TABLE, "taken")
-
-
-@inlined
-def own_number(job, taken):
-    """Return the index of this thread.
-
-    OpenMP gives a thread the same index in every call, so it gets the same parts again and finds
-    them in its own caches.
-    """
-    if job.threads == 1:
-        return 0
-    number = call_number(job.number) if job.number else take(taken + 8 * job.threads)
-    return number % job.threads
-
-
-@inlined
-def next_part(job, taken, own):
-    """Return a part that is not taken yet, one of thread `own` if possible; -1 if there is none."""
-    for turn in range(job.threads):
-        thread = (own + turn) % job.threads
-        part = take(taken + 8 * thread)
-        if part < job.parts:
-            return thread * job.parts + part
-    return -1
-
-
-@inlined
-def share_of(parts, total, part):
-    """Return the first of `total` items in one of `parts` parts, and the one after its last."""
-    return total * part // parts, total * (part + 1) // parts
 
 
 @inlined
@@ -277,6 +246,32 @@ def _rotate_once(own, arguments, count):
     return new_bool(1)
 
 
+def _rotate_together(own, arguments, count):
+    """Rotate on as many threads as the ninth argument says, if the call passes its checks.
+
+    The called function is bound to (address of FORM, mode, that past the caches, addresses of the
+    loop, of GOMP_parallel and of the function that numbers threads, parts for each thread, FORM).
+    """
+    job, threads = _job_of(own, arguments), whole_number(load_int(arguments + 64))
+    if not _is_safe(job):
+        return new_bool(0)
+    is_aligned = (job.q_out | job.k_out) % CACHE_LINE == 0
+    mode = whole_number(tuple_item(own, 2)) if is_aligned else job.mode
+    loop, parallel = whole_number(tuple_item(own, 3)), whole_number(tuple_item(own, 4))
+    number, parts = whole_number(tuple_item(own, 5)), whole_number(tuple_item(own, 6))
+    memory = np.zeros(len(job) + threads, np.int64)
+    for index in range(len(job)):
+        memory[index] = job[index]
+    memory[0], memory[1], memory[2], memory[4] = threads, parts, number, mode
+    thread = release_gil()
+    if threads == 1:
+        call_address(loop, (memory.ctypes.data,))
+    else:
+        call_address(parallel, (loop, memory.ctypes.data, threads, 0))
+    acquire_gil(thread)
+    return new_bool(len(memory) >= 0)  # Numba frees an array after the last line that names it
+
+
 def _rotate_once_at(own, arguments, count):
     job = _job_of(own, arguments)
     angles = _angles(_form(job.form).angles)
@@ -291,7 +286,6 @@ def _rotate_once_at(own, arguments, count):
     sin = cos + tables.nbytes // 2
     _table_rows(angles, job.cos, cos, sin, 0, tokens)
     _rotate_alone(job, cos, sin, 0)
-    # Numba frees an array after the last line that names it, even if its address is used later
     return new_bool(len(tables) >= 0)
 
 
@@ -389,6 +383,12 @@ def rotate_once() -> Callable[[object], Callable[..., bool]]:
     The bound function is a `jobs.Job` that runs on the calling thread.
     """
     return built_in(_rotate_once)
+
+
+@functools.cache
+def rotate_together() -> Callable[[object], Callable[..., bool]]:
+    """Return what binds a rotation on several threads of OpenMP to its form and addresses."""
+    return built_in(_rotate_together)
 
 
 @functools.cache

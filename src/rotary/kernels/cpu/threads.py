@@ -33,34 +33,44 @@ def count() -> int:
     return min(int(number), int(numba.config.NUMBA_NUM_THREADS))
 
 
+def usable() -> int:
+    """Return the threads that a large call may use now: one in a forked child.
+
+    >>> 1 <= usable() <= count()
+    True
+    """
+    return 1 if _in_forked_child else count()
+
+
 def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
     """Run a job over `size` bytes: on this thread if it is small, else in parts on all threads.
 
     `job` is a record made for one part; `loops.py` explains its first three numbers and its last.
     """
-    if size < SERIAL_BYTES or _in_forked_child or (number := count()) == 1:
+    if size < SERIAL_BYTES or (number := usable()) == 1:
         loop.call(job.buffer_info()[0])
         return
     job[0], job[1] = number, PARTS
     job.extend((0,) * number)
-    if (openmp := _openmp()) is not None:
-        job[2] = openmp.thread_number
-        openmp.parallel(loop.address, job.buffer_info()[0], number, 0)
+    if (opened := openmp()) is not None:
+        job[2] = opened.thread_number
+        opened.parallel(loop.address, job.buffer_info()[0], number, 0)
         return
     address = job.buffer_info()[0]
     with nullcontext() if _may_overlap() else _one_at_a_time:
         loops.on_numba_threads(loop.address, address, number)
 
 
-class _OpenMP(NamedTuple):
-    """GOMP_parallel of GNU OpenMP, and the address of its `int omp_get_thread_num(void)`."""
+class OpenMP(NamedTuple):
+    """GOMP_parallel of GNU OpenMP and its address, and that of `int omp_get_thread_num(void)`."""
 
     parallel: Callable[..., None]
+    address: int
     thread_number: int
 
 
 @cache
-def _openmp() -> _OpenMP | None:
+def openmp() -> OpenMP | None:
     """Return GNU OpenMP, the copy that torch has loaded or will load; None if there is none.
 
     Numba's own OpenMP layer loads another file name and would start a second pool, which waits for
@@ -75,8 +85,9 @@ def _openmp() -> _OpenMP | None:
     parallel = library.GOMP_parallel
     parallel.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
     parallel.restype = None
-    address = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p).value
-    return _OpenMP(parallel, address or 0)
+    functions = parallel, library.omp_get_thread_num
+    address, number = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions)
+    return OpenMP(parallel, address, number)
 
 
 def pool() -> str:
@@ -85,7 +96,7 @@ def pool() -> str:
     >>> pool() in ("OpenMP", "omp", "tbb", "workqueue", "not started")
     True
     """
-    if _openmp() is not None:
+    if openmp() is not None:
         return "OpenMP"
     try:
         return str(numba.threading_layer())
