@@ -227,7 +227,7 @@ def _large_job(form: Array, mode: int, size: int, can_stream: bool) -> Job:
     if openmp is not None:
         how = loop.address, openmp.address, openmp.thread_number, threads.PARTS
         together = loops.rotate_together()((at, mode, streaming, *how, form))  # keeps `form` alive
-        return lambda *operands: together(*operands, threads.usable())
+        return lambda *operands: together(*operands, threads.count())
 
     def job(
         q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int

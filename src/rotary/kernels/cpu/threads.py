@@ -22,24 +22,24 @@ PARTS = 4  # per thread; the other threads take the parts that a delayed one has
 SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
 
 
+_most = int(numba.config.NUMBA_NUM_THREADS)
+_number_of_torch: Callable[[], int] | None = None
+
+
 def count() -> int:
     """Return the threads of a large call: torch's number if torch is loaded, else Numba's.
+
+    It is 1 in a forked child. A large call leaves the caches cold, so this does little.
 
     >>> count() >= 1
     True
     """
-    torch_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
-    number = torch_threads() if torch_threads else numba.get_num_threads()
-    return min(int(number), int(numba.config.NUMBA_NUM_THREADS))
-
-
-def usable() -> int:
-    """Return the threads that a large call may use now: one in a forked child.
-
-    >>> 1 <= usable() <= count()
-    True
-    """
-    return 1 if _in_forked_child else count()
+    global _number_of_torch
+    if _number_of_torch is None:
+        _number_of_torch = getattr(sys.modules.get("torch"), "get_num_threads", None)
+        if _number_of_torch is None:
+            return min(int(numba.get_num_threads()), _most)
+    return min(_number_of_torch(), _most)
 
 
 def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
@@ -47,7 +47,7 @@ def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
 
     `job` is a record made for one part; `loops.py` explains its first three numbers and its last.
     """
-    if size < SERIAL_BYTES or (number := usable()) == 1:
+    if size < SERIAL_BYTES or (number := count()) == 1:
         loop.call(job.buffer_info()[0])
         return
     job[0], job[1] = number, PARTS
@@ -106,8 +106,6 @@ def pool() -> str:
 
 # Numba's own thread pool, used where there is no OpenMP, aborts the process if two threads enter it
 _one_at_a_time = threading.Lock()
-# an OpenMP pool does not survive a fork: the child computes serially
-_in_forked_child = False
 
 
 def _may_overlap() -> bool:
@@ -115,8 +113,9 @@ def _may_overlap() -> bool:
 
 
 def _after_fork() -> None:
-    global _in_forked_child, _one_at_a_time
-    _in_forked_child = True
+    """Compute on one thread in the child: an OpenMP pool does not survive a fork."""
+    global _most, _one_at_a_time
+    _most = 1
     _one_at_a_time = threading.Lock()
 
 
