@@ -101,11 +101,19 @@ def test_the_share_of_rope_in_a_model_is_that_of_the_newest_measurement():
     assert f"benchmarks/results/{page.name}" in NUMBERS
 
 
-def test_the_speed_of_a_patched_model_on_a_gpu_is_that_of_the_newest_measurement():
-    page = max(command.RESULTS.glob("*-cuda-patch.md"))
+@pytest.mark.parametrize(
+    ("pages", "told"),
+    [
+        ("*-cuda-patch.md", r"A Llama of 32 layers is (\S+) times .*? and (\S+)\s+times for each"),
+        (
+            "*-cuda-qwen3-patch.md",
+            r"A Qwen3 of 32 layers.*? is (\S+) times .*? and (\S+) times for",
+        ),
+    ],
+)
+def test_the_speed_of_a_patched_model_on_a_gpu_is_that_of_the_newest_measurement(pages, told):
+    page = max(command.RESULTS.glob(pages))
     ratios = re.findall(r"^\| (?:prefill|decoding) .* \| (\d\.\d+) \| [\d.]+ % \|$",
                         page.read_text(), re.MULTILINE)  # fmt: skip
-    told = re.search(r"32 layers is (\S+) times as fast .* and (\S+)\s+times for each token",
-                     NUMBERS, re.DOTALL)  # fmt: skip
-    assert [*told.groups()] == ratios
+    assert [*re.search(told, NUMBERS, re.DOTALL).groups()] == ratios
     assert f"benchmarks/results/{page.name}" in NUMBERS
