@@ -116,17 +116,17 @@ def _deferrable(norm: nn.Module) -> Deferred | None:
     if convention is None:
         return None
     own = vars(norm)
-    weight, eps = own["_parameters"].get("weight"), own.get(convention.eps)
+    weight, eps = own.get("_parameters", {}).get("weight"), own.get(convention.eps)
     if (
         type(weight) not in (Tensor, nn.Parameter)
         or not isinstance(eps, float)
         or "forward" in own
         or own.get("_compiled_call_impl") is not None
         or type(norm).__call__ is not nn.Module.__call__
-        or own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
+        or own.get("_forward_hooks", True)
+        or own.get("_forward_pre_hooks", True)
+        or own.get("_backward_hooks", True)
+        or own.get("_backward_pre_hooks", True)
         or has_global_hook()
     ):
         return None
