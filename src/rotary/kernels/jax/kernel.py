@@ -160,7 +160,7 @@ def _turned(x: Array, cos: Array, sin: Array, geometry: Geometry, is_short: bool
     one, other = u * cos - v * sin, v * cos + u * sin
     if geometry.out_layout == "half":
         return _joined((head, one.astype(x.dtype), other.astype(x.dtype), tail))
-    return _joined((head, _alternating(one.astype(x.dtype), other.astype(x.dtype)), tail))
+    return _joined((head, _alternating(one, other).astype(x.dtype), tail))
 
 
 def _alternating(one: Array, other: Array) -> Array:
