@@ -66,10 +66,16 @@ def main() -> None:
                     slower.append(f"{name}, {case}")
     machine = f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {timing.versions()['cpu']}"
     heads = ("group", "case", "ms" if is_on_gpu() else "CPU ms", "x copy", "formula / it")
-    text = f"{machine}\n\n{command.table(heads, rows)}\n"
+    date, name = datetime.date.today().isoformat(), "cuda-jax" if is_on_gpu() else "jax"
+    text = f"""\
+# Measured {date}: rotations of JAX under jit
+
+`python -m benchmarks.jax --seq {given.seq}`: {machine}.
+
+{command.table(heads, rows)}
+"""
     print(text)
-    name = "cuda-jax" if is_on_gpu() else "jax"
-    command.write(given.out, {f"{datetime.date.today().isoformat()}-{name}.md": text})
+    command.write(given.out, {f"{date}-{name}.md": text})
     if slower and not given.quick:
         sys.exit("slower than the formula: " + "; ".join(slower))
 

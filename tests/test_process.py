@@ -612,9 +612,10 @@ def test_the_probe_would_notice(name):
     assert name in python(f"import rotary, {name}\n{PROBE}").split()
 
 
-def test_the_plug_in_of_vllm_loads_no_numba():
+def test_the_plug_ins_of_vllm_load_no_numba():
     """While vLLM without Triton starts, an object of llvmlite would end it."""
-    loaded = set(python(f"import rotary.integrations.vllm\n{PROBE}").split())
+    plug_ins = "import rotary.integrations.vllm, rotary.integrations.lmcache"
+    loaded = set(python(f"{plug_ins}\n{PROBE}").split())
     assert "torch" in loaded
     assert not loaded & {"numba", "llvmlite"}
 

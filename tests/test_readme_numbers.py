@@ -117,3 +117,16 @@ def test_the_speed_of_a_patched_model_on_a_gpu_is_that_of_the_newest_measurement
                         page.read_text(), re.MULTILINE)  # fmt: skip
     assert [*re.search(told, NUMBERS, re.DOTALL).groups()] == ratios
     assert f"benchmarks/results/{page.name}" in NUMBERS
+
+
+def test_jax_on_a_gpu_is_to_the_formula_as_the_newest_measurement_says():
+    page = max(command.RESULTS.glob("*-cuda-jax.md"))
+    ratios = dict(
+        re.findall(r"^\| (.*) \| rotary \| .* \| (\d\.\d+) \|$", page.read_text(), re.MULTILINE)
+    )
+    quicker = float(ratios.pop("bfloat16 interleaved forward"))
+    told = re.search(r"65,536 tokens takes as long as .*? or (\S+) of it", NUMBERS, re.DOTALL)
+    assert told[1] == f"{1 / quicker:.2f}"
+    assert len(ratios) == 7
+    assert all(abs(float(ratio) - 1) <= 0.02 for ratio in ratios.values())
+    assert f"benchmarks/results/{page.name}" in NUMBERS

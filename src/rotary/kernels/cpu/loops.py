@@ -15,14 +15,7 @@ import numpy as np
 from numba import prange, types
 from numpy import empty
 
-from .built_in import (
-    acquire_gil,
-    built_in,
-    new_bool,
-    release_gil,
-    tuple_item,
-    whole_number,
-)
+from .built_in import acquire_gil, built_in, new_bool, release_gil, tuple_item, whole_number
 from .compiled import c_function, compiled, inlined
 from .llvm import (
     call_address,
@@ -259,10 +252,11 @@ def _rotate_together(own, arguments, count):
     mode = whole_number(tuple_item(own, 2)) if is_aligned else job.mode
     loop, parallel = whole_number(tuple_item(own, 3)), whole_number(tuple_item(own, 4))
     number, parts = whole_number(tuple_item(own, 5)), whole_number(tuple_item(own, 6))
-    memory = np.zeros(len(job) + threads, np.int64)
-    for index in range(len(job)):
-        memory[index] = job[index]
-    memory[0], memory[1], memory[2], memory[4] = threads, parts, number, mode
+    memory = empty(len(job) + threads, np.int64)
+    for index in range(len(memory)):
+        memory[index] = job[index] if index < len(job) else 0
+    shared = _rotation(memory.ctypes.data)
+    shared.threads, shared.parts, shared.number, shared.mode = threads, parts, number, mode
     thread = release_gil()
     if threads == 1:
         call_address(loop, (memory.ctypes.data,))

@@ -20,10 +20,8 @@ from . import loops
 
 PARTS = 4  # per thread; the other threads take the parts that a delayed one has not begun
 SERIAL_BYTES = 1 << 20  # below this, waking the threads costs more than they save
-
-
-_most = int(numba.config.NUMBA_NUM_THREADS)
-_number_of_torch: Callable[[], int] | None = None
+_most = int(numba.config.NUMBA_NUM_THREADS)  # 1 in a forked child
+_number_of_torch: Callable[[], int] | None = None  # its get_num_threads, once it is loaded
 
 
 def count() -> int:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,11 +112,14 @@ def by_views(
     """
     if not is_on_gpu(xs[0]) or is_recorded_by_dynamo():
         return None
-    return ready.run((views, form), xs, tables, None, _code_by_views, _together)
+    return ready.run((views, form), xs, tables, None, _code_by_views, _ByViews)
 
 
-def _together(views: Views, form: tuple[Hashable, ...]) -> tuple[Views, tuple[Hashable, ...]]:
-    return views, form
+class _ByViews(NamedTuple):
+    """All that such a call depends on besides its tensors."""
+
+    views: Views
+    form: tuple[Hashable, ...]
 
 
 def halves_of(
@@ -131,12 +135,12 @@ def halves_of(
 
 
 def _code_by_views(
-    kind: tuple[Views, tuple[Hashable, ...]],
+    kind: _ByViews,
     xs: Sequence[Tensor],
     tables: Tables,
     out: Sequence[Tensor] | None,
 ) -> Run | None:
-    found = halves_of(xs, tables, *kind)
+    found = halves_of(xs, tables, kind.views, kind.form)
     if found is None:
         return None
     *halves, options = found
