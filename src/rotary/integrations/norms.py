@@ -299,10 +299,10 @@ def _item(of: ast.expr, index: int) -> ast.Subscript:
 
 
 def _site(before: Sequence[ast.stmt], name: str) -> ast.Assign | ast.Attribute | None:
-    """Return what has `self.norm(x)` for its value, the value of a variable after these statements.
+    """Return the node that holds the call `self.norm(x)`, whose result a variable is afterwards.
 
-    The value may also have been split into heads, and its axes 1 and 2 exchanged. None if anything
-    else reads or changes the variable.
+    `before` are the statements up to there. The result may also have been split into heads, and its
+    axes 1 and 2 exchanged. None if anything else reads or changes the variable.
     """
     moves: list[ast.Call] = []
     for statement in reversed(before):
