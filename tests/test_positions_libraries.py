@@ -73,6 +73,23 @@ def test_jax_in_jax_out_eager_and_jitted(name):
 
 
 @pytest.mark.usefixtures("xla_in_less_time")
+def test_the_strict_settings_of_jax_are_kept():
+    jax = pytest.importorskip("jax")
+    xp = jax.numpy
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for build, numbers in OF_ARRAYS.values():
+            found = build(*map(xp.array, numbers))
+            np.testing.assert_array_equal(found, build(*map(np.array, numbers)))
+        for build in OF_SIZES.values():
+            np.testing.assert_array_equal(build(xp.zeros(1)), build(None))
+        for dtype in (bool, np.int8, np.float32):
+            found = positions.left_padded(xp.array(MASK, dtype))
+            np.testing.assert_array_equal(found, positions.left_padded(MASK))
+        found = positions.tie(TIED, "equal", offset=3, like=xp.zeros(1))
+        np.testing.assert_allclose(found, positions.tie(TIED, "equal", offset=3), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("xla_in_less_time")
 @pytest.mark.parametrize("name", OF_SIZES)
 def test_like_says_where_the_answer_is_made(name):
     torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")

@@ -79,7 +79,7 @@ def arange(
         )
     if is_known:
         _check_last(place, offsets, seq_len)
-    return offsets[..., None] + place.arange(seq_len)
+    return offsets[..., None] + place.arange(seq_len)[(None,) * offsets.ndim]
 
 
 def _check_last(place: Place, offsets: Numbers, count: int) -> None:
@@ -150,7 +150,7 @@ def left_padded(attention_mask: object, *, like: object = None) -> object:
     numbers = place.in_memory(array)
     if array.ndim == 0 or (numbers is not None and not np.isin(numbers, (0, 1)).all()):
         raise ValueError("attention_mask must be (..., seq) and hold 0 for padding, 1 for tokens")
-    is_token = (array != 0) * (place.arange(1) + 1)
+    is_token = place.cast(array != place.xp.zeros_like(array), place.dtype)
     return (is_token.cumsum(-1) - 1) * is_token
 
 
@@ -181,15 +181,15 @@ def draft(parents: object, offset: object = 0, *, like: object = None) -> object
     _check_last(place, start, nodes)
     ancestors = array.reshape(math.prod(array.shape[:-1]), nodes)
     rows = place.arange(ancestors.shape[0])[:, None] * nodes
-    depth = (ancestors >= 0) * 1
+    depth = place.xp.where(ancestors >= 0, ancestors * 0 + 1, 0)
     for _ in range(max(nodes - 2, 0).bit_length()):
         # every step doubles the distance to `ancestors`
         is_node = ancestors >= 0
-        where = (ancestors * is_node + rows).reshape(-1)
-        depth = depth + depth.reshape(-1)[where].reshape(depth.shape) * is_node
-        farther = ancestors.reshape(-1)[where].reshape(depth.shape)
-        ancestors = (farther + 1) * is_node - 1
-    return depth.reshape(array.shape) + start[..., None]
+        at = (place.xp.where(is_node, ancestors, 0) + rows).reshape(-1)
+        above, farther = (each.reshape(-1)[at].reshape(depth.shape) for each in (depth, ancestors))
+        depth = depth + place.xp.where(is_node, above, 0)
+        ancestors = place.xp.where(is_node, farther, -1)
+    return depth.reshape(array.shape) + (start[..., None] if start.ndim else start)
 
 
 @overload
@@ -285,8 +285,8 @@ def shard(
         return token * world + (start + rank)
     if order == "head_tail":
         chunk = share // 2
-        is_tail = token >= chunk
-        return token + (start + rank * chunk) + is_tail * (2 * (world - 1 - rank) * chunk)
+        tail = place.cast(token >= chunk, place.dtype) * (2 * (world - 1 - rank) * chunk)
+        return tail + token + (start + rank * chunk)
     return token + (start + rank * share)
 
 
@@ -354,18 +354,18 @@ def grid(
     place = Place(like)
     starts = [ORIGINS[each](size) for each, size in zip(origins, sizes, strict=True)]
     is_whole = spacing is None and {*origins} <= {"first", "middle"}
-    one = (
-        1 if is_whole else place.converted(np.ones(1))
-    )  # float64, of JAX only with x64, float32 of MLX
     steps = [1] * len(sizes) if spacing is None else _spacing(spacing, len(sizes))
     columns = []
     for axis, size in enumerate(sizes):
-        along = (place.arange(size) * one + starts[axis]) * steps[axis]
+        numbers = place.arange(size) if is_whole else place.fractions(place.arange(size))
+        along = (numbers + starts[axis]) * steps[axis]
         along = along.reshape(*[-1 if a == axis else 1 for a in range(len(sizes))])
         columns.append(place.xp.broadcast_to(along, sizes).reshape(-1))
     places = place.xp.stack(columns, -1)
-    before = (place.arange(prefix) * 0 * one)[:, None] + place.arange(len(sizes)) * 0
-    return place.xp.concatenate([before, places]) if prefix else places
+    if not prefix:
+        return places
+    before = place.arange(prefix * len(sizes)).reshape(prefix, len(sizes)) * 0
+    return place.xp.concatenate([before if is_whole else place.fractions(before), places])
 
 
 def _spacing(spacing: float | Sequence[float], axes: int) -> list[float]:
@@ -452,17 +452,17 @@ def mrope(segments: Iterable[Segment], *, offset: object = 0, like: object = Non
                 f"time_step of a video must be a number > 0 and below 2^31, got {brief(given)}"
             )
         part = grid(*sizes, like=place.like)  # of text one column, which all axes share
-        part = part + place.arange(3) * 0 if kind == "text" else part
+        part = place.xp.broadcast_to(part, (*sizes, 3)) if kind == "text" else part
         if step != 1:
             times = [int(_float32(at * _float32(step))) for at in range(sizes[0])]
             sizes[0] = times[-1] + 1 if times else 0
             place.check_size("the time of the last frame", sizes[0])
             rows = place.converted(np.array(times, np.int64))[part[:, 0]]
-            part = place.xp.where(place.arange(3) < 1, rows[:, None], part)
+            part = place.xp.where(place.arange(3)[None] < 1, rows[:, None], part)
         parts.append(part + start)
         start += max(sizes) if min(sizes) > 0 else 0
     _check_last(place, first, start)
-    return place.xp.concatenate(parts) + first[..., None, None]
+    return place.xp.concatenate(parts)[(None,) * first.ndim] + first[..., None, None]
 
 
 def _parts(segment: object) -> Sequence[object]:
@@ -537,9 +537,9 @@ def tie(
             f"spacing must be one of {', '.join(get_args(TieSpacing))}, got {brief(spacing)}"
         )
     place, following, after_image = Place(like), 0, False
-    start = place.whole("offset", _whole_number("offset", offset))
-    one = 1 if spacing == "whole" else place.converted(np.ones(1))
-    parts = [grid(0, 0, like=place.like) * one]
+    offset = _whole_number("offset", offset)
+    start, step = place.whole("offset", offset), None if spacing == "whole" else 1
+    parts = [grid(0, 0, spacing=step, like=place.like)]
     for segment in segments:
         kind, *numbers = _parts(segment)
         if kind not in ("text", "image") or len(numbers) != (1 if kind == "text" else 2):
@@ -547,9 +547,9 @@ def tie(
                 f"a segment is ('text', length) or ('image', height, width), got {brief(segment)}"
             )
         sizes = _sizes(f"sizes of {kind}", numbers)
-        part = grid(*sizes, like=place.like) * one
+        part = grid(*sizes, spacing=step, like=place.like)
         if kind == "text":
-            parts.append(part + place.arange(2) * 0 + following)
+            parts.append(place.xp.broadcast_to(part + following, (*sizes, 2)))
             following, after_image = following + sizes[0], after_image and sizes[0] == 0
             continue
         height, width = sizes
@@ -565,7 +565,7 @@ def tie(
         parts.append(place.xp.stack(columns, -1))
         following, after_image = following + count, True
     _check_last(place, start, following)
-    return place.xp.concatenate(parts) + start
+    return place.xp.concatenate(parts) + offset
 
 
 def _tie_image(

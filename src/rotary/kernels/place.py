@@ -33,12 +33,12 @@ class Place:
 
     def whole(self, name: str, value: object) -> Numbers:
         """Convert whole numbers to this library and device; ValueError for other numbers."""
-        zero, is_torch = self.arange(1) * 0, self.xp.__name__ == "torch"
+        is_torch = self.xp.__name__ == "torch"
         is_int = type(value) is int or is_open_size(value)  # both may be symbols of torch
         if type(value) is int:
             self.check_size(name, value)
         if is_int and (is_torch or self.xp is np):
-            return (zero + value)[0]
+            return (self.arange(1) + value)[0]
         numbers: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
         if is_torch and not is_array(value):
             numbers = self.converted(numbers)
@@ -50,13 +50,9 @@ class Place:
             values = numbers if known is None else known
             for largest in (values.max(), values.min()) if values.size else ():
                 self.check_size(name, int(largest))
-        if is_torch:
-            return numbers.to(zero.dtype)  # type: ignore[attr-defined]  # a tensor
         if isinstance(numbers, np.ndarray):
             numbers = self.converted(numbers.astype(np.int64))
-        if self.xp.__name__ == "mlx.core":  # a sum of int64 and uint64 would be float32
-            return numbers.astype(zero.dtype)
-        return (zero + numbers).reshape(numbers.shape)
+        return self.cast(numbers, self.dtype)
 
     def converted(self, numbers: Numbers) -> Numbers:
         """Convert a NumPy array to this library and device."""
@@ -64,6 +60,21 @@ class Place:
             return numbers
         result: Numbers = self.xp.asarray(self.kernel.as_positions(numbers, self.like))
         return result
+
+    @property
+    def dtype(self) -> "np.dtype[np.generic]":
+        """The type of positions: int64, in JAX without x64 int32."""
+        return self.arange(0).dtype
+
+    def cast(self, array: Numbers, dtype: "np.dtype[np.generic]") -> Numbers:
+        """Convert an array of this library to another dtype of it."""
+        if self.xp.__name__ == "torch":
+            return array.to(dtype)  # type: ignore[attr-defined]  # a tensor
+        return array.astype(dtype)
+
+    def fractions(self, numbers: Numbers) -> Numbers:
+        """Return whole numbers as float64; as float32 in JAX without x64 and in MLX."""
+        return self.cast(numbers, self.converted(np.ones(1)).dtype)
 
     def check_size(self, name: str, value: int) -> None:
         """Refuse a whole number that would wrap: int64 holds positions, in JAX without x64 int32.
