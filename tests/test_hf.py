@@ -303,6 +303,8 @@ PHI = {"model_type": "phi", **SIZES}
 FAULTS = [
     ({"model_type": "lama"}, "model_type 'lama' is not known; did you mean 'llama'"),
     ({"rope_scaling": {"type": "liner", "factor": 2}}, "rope_type 'liner'.* did you mean 'linear'"),
+    ({"rope_scaling": {"type": None}}, 'rope_type must be a name such as "default", got None'),
+    ({"rope_parameters": {"rope_type": "", "rope_theta": 1e4}}, "must be a name .* got ''"),
     ({"rope_parameters": {"rope_type": "linear", "fator": 2}}, "key 'fator'.* mean 'factor'"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "'yarn' and type 'linear'"),
     ({"rope_scaling": {"type": "linear", "factor": 2},

@@ -45,7 +45,8 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
         for kind, value in model.get("layers", {}).items()
     }
     labels = {*own, *listed_layer_types(data)}
-    if rope and (labels & rope.keys() or all(map(_is_entry, rope.values()))):
+    has_entries = any(isinstance(value, Mapping) for value in rope.values())
+    if labels & rope.keys() or (has_entries and all(map(_is_entry, rope.values()))):
         return _nested(rope, own, data, model)
     if model.get("nested"):
         raise ValueError(

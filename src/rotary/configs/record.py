@@ -97,9 +97,10 @@ class Config(NamedTuple):
     @property
     def rope_type(self) -> str:
         """The name of the rope type as the file has it, by default "default"."""
-        name = self.rope.get("rope_type") or self.rope.get("type") or "default"
-        if not isinstance(name, str):
-            raise ValueError(f"rope_type must be a name, got {name!r}")
+        names = [self.rope[key] for key in ("rope_type", "type") if key in self.rope] or ["default"]
+        name = next(filter(None, names), names[0])
+        if not name or not isinstance(name, str):
+            raise ValueError(f'rope_type must be a name such as "default", got {name!r}')
         return name
 
     @property
