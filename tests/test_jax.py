@@ -498,6 +498,14 @@ def test_no_tracer_is_kept():
     assert_near(rotary.apply(SPEC, q), want)
 
 
+def test_row_numbers_may_have_the_other_byte_order():
+    q, rows = jnp.array(numbers(0, 1, 2, 3, 64)), np.array([4, 0, 2])
+    cos, sin = rotary.cos_sin(SPEC, jnp.arange(5))
+    want = rotary.rotate(q, cos, sin, SPEC, positions=rows)
+    other = rows.astype(rows.dtype.newbyteorder("S"))
+    np.testing.assert_array_equal(rotary.rotate(q, cos, sin, SPEC, positions=other), want)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["half", "a slice", "half in, interleaved out"])

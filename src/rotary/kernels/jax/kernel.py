@@ -264,6 +264,8 @@ def check_rows(positions: Any, table: Array) -> Array:
         raise TypeError(f"positions must be whole numbers to pick rows, got {positions.dtype}")
     if angles.is_at_hand(positions):
         reference.check_rows(positions, table)
+    if isinstance(positions, np.ndarray):  # JAX takes no other byte order
+        positions = positions.astype(positions.dtype.newbyteorder("="), copy=False)
     rows = jnp.asarray(positions)
     return rows if rows.dtype.itemsize == 8 else rows.astype(jnp.int32)
 
