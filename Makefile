@@ -12,10 +12,10 @@ demo: .venv/core.stamp
 test quick: export OMP_WAIT_POLICY = PASSIVE
 
 test: .venv/dev.stamp debian
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 quick: .venv/dev.stamp
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
@@ -36,7 +36,7 @@ linkcheck: .venv/dev.stamp
 coverage: .venv/dev.stamp debian
 	$(PIP) "coverage>=7.10"
 	# the tracer slows tests that have a time limit: what fails is shown, and the lines are too
-	-$(BIN)/coverage run -m pytest -n 2 --dist worksteal
+	-$(BIN)/coverage run -m pytest -n 3 --dist worksteal
 	$(BIN)/coverage combine --quiet
 	mkdir -p build
 	$(BIN)/coverage report --show-missing --include="$(CURDIR)/src/*" > build/coverage.txt
