@@ -407,6 +407,40 @@ def test_layer_types_of_a_model_inside_of_another():
     assert found[1].modules == ("0.1.0.model.layers.2.self_attn",)
 
 
+def test_what_attention_returns_may_be_rotated_back():
+    """DeepSeek V4; its layer types have other names than the entries of its rope parameters."""
+    torch.manual_seed(0)
+    config = of_name("DeepseekV4Config")(
+        vocab_size=99, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=4, q_lora_rank=16, num_experts_per_tok=2, n_routed_experts=4,
+        o_groups=2, o_lora_rank=8, sliding_window=8, max_position_embeddings=256,
+        layer_types=["sliding_attention", "heavily_compressed_attention"],
+    )  # fmt: skip
+    found = rotations(transformers.DeepseekV4ForCausalLM(config))
+    assert [each.layer_type for each in found] == ["main", "compress"]
+    for index, each in enumerate(found):
+        layer = f"model.layers.{index}.self_attn"
+        assert each.modules == (layer,)
+        assert each.spec == rotary.from_hf_config(config, each.layer_type)
+        assert each.note == (
+            "another array is rotated back after q and k, in model.layers.*.self_attn"
+        )
+
+
+def test_a_key_that_alone_is_rotated_back_is_a_fault(monkeypatch):
+    llama = transformers.models.llama.modeling_llama
+    rotate = llama.apply_rotary_pos_emb
+    torch.manual_seed(0)
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+
+    def opposed(q, k, cos, sin):
+        return rotate(q, q, cos, sin)[0], rotate(k, k, cos, -sin)[0]
+
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", opposed)
+    with pytest.raises(ValueError, match=r"config and model disagree: .* and Rotary\(.*sign=-1\)"):
+        rotations(model)
+
+
 INDEXED = {**SIZES, "head_dim": None, "num_key_value_heads": 4, "kv_lora_rank": 16,
            "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .analysis.precision import round_to
 from .angles import inv_freq
 from .blackbox.examples import examples
-from .blackbox.forward import Rotation, unchanged, watch
+from .blackbox.forward import Rotation, forwards, of_widest_heads, unchanged, watch
 from .blackbox.turned import TOLERANCES, spec_of
 from .configs import MODELS, from_hf_config, layer_types
 from .configs.diffusers import RULES, from_diffusers_config
@@ -41,8 +41,9 @@ class ModelRotation(NamedTuple):
                 of the indexer inside of DeepSeek V3.2's attention);
                 "config": the model could not run, `note` says why
     note        what to look at: why the model could not run; modules in which one array rotates,
-                so that q and k are one array, or one of them is not rotated; axes that the
-                config alone states, where the example has one position for all
+                so that q and k are one array, or one of them is not rotated, or a third array is
+                rotated back; axes that the config alone states, where the example has one position
+                for all
 
     >>> ModelRotation(None, None, Rotary(8), ("attn",), "forward").note
     ''
@@ -156,13 +157,16 @@ and positions=, those of its tokens
     by_module: dict[str, list[Rotation]] = {}
     for each in seen:
         by_module.setdefault(each.path, []).append(each)
-    rotated = {path: _of_widest_heads(own) for path, own in by_module.items()}
-    kinds = {path: _layer_type(configs[path], path) for path in rotated}
-    agreeing = {
-        path: spec
-        for path, own in rotated.items()
-        if (spec := _confirmed(configs[path].config, kinds[path], own, at))
-    }
+    every = {path: of_widest_heads(own) for path, own in by_module.items()}
+    rotated = {path: forwards(own) for path, own in every.items()}
+    kinds: dict[str, str | None] = {}
+    agreeing: dict[str, Rotary] = {}
+    for path, own in rotated.items():
+        for kind in _layer_types(configs[path], path):
+            kinds[path], spec = kind, _confirmed(configs[path].config, kind, own, at)
+            if spec:
+                agreeing[path] = spec
+                break
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
     for path, own in rotated.items():
         part, config, _ = configs[path]
@@ -185,21 +189,25 @@ and positions=, those of its tokens
     result = []
     for (part, kind, spec, source), paths in groups.items():
         alone = tuple(path for path in paths if len(rotated[path]) == 1)
-        notes = _notes(note, alone, is_measured=spec.num_axes <= at.shape[1])
+        back = tuple(path for path in paths if len(rotated[path]) < len(every[path]))
+        notes = _notes(note, alone, back, is_measured=spec.num_axes <= at.shape[1])
         result.append(ModelRotation(part, kind, spec, tuple(paths), source, notes))
     return tuple(result)
 
 
-def _notes(note: str, alone: tuple[str, ...], *, is_measured: bool) -> str:
+def _notes(note: str, alone: tuple[str, ...], back: tuple[str, ...], *, is_measured: bool) -> str:
     """Return what a user of a rotation should look at, "" if nothing.
 
     note         why the model could not run
     alone        paths of modules in which only one array is rotated
+    back         paths of modules that rotate q and k, and another array back
     is_measured  whether the example had positions on all axes
     """
     notes = [note] if note else []
     if alone:
         notes.append(f"one array is rotated, not q and k, in {', '.join(_short(alone))}")
+    if back:
+        notes.append(f"another array is rotated back after q and k, in {', '.join(_short(back))}")
     if not is_measured:
         notes.append(
             "which pairs belong to which axis is not measured: all axes have the same position"
@@ -221,15 +229,6 @@ def _vector_values(model: nn.Module) -> Array:
         if 0 < len(tensor) <= 4096 and not tensor.is_meta
     ]
     return np.unique(np.concatenate([np.zeros(0), *vectors]))
-
-
-def _of_widest_heads(seen: list[Rotation]) -> list[Rotation]:
-    """Drop rotations of slices of heads: keep the widest head_dim that both q and k have."""
-    by_width: dict[int, list[Rotation]] = {}
-    for each in seen:
-        by_width.setdefault(each.turned.head_dim, []).append(each)
-    several = [width for width, own in by_width.items() if len(own) > 1]
-    return by_width[max(several or by_width)]
 
 
 # --- the config ---
@@ -268,18 +267,23 @@ def _expected(config: object, kind: str | None = None) -> Rotary | None:
     return from_hf_config(config, kind)
 
 
-def _layer_type(nearest: _Nearest, path: str) -> str | None:
-    """Return the layer type of a module, by its number in the owner; None if all are alike."""
+def _layer_types(nearest: _Nearest, path: str) -> tuple[str | None, ...]:
+    """Return the layer types that a module may have; (None,) if all are alike.
+
+    It is the one that the config lists for the number in the path, or any if the list has other
+    names than the rope parameters, as in DeepSeek V4.
+    """
     config = nearest.config
     try:
         kinds = layer_types(config) if config is not None else ()
     except ValueError:
-        return None
+        return (None,)
     number = re.search(r"(?<![^.])\d+(?![^.])", path.removeprefix(nearest.owner))
     listed = getattr(config, "layer_types", None)
     if not kinds or number is None or not listed or int(number[0]) >= len(listed):
-        return None
-    return str(listed[int(number[0])])
+        return (None,)
+    kind = str(listed[int(number[0])])
+    return (kind,) if kind in kinds else (*kinds, None)
 
 
 def _from_config(config: object, note: str) -> tuple[ModelRotation, ...]:

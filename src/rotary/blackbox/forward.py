@@ -40,6 +40,36 @@ class Rotation(NamedTuple):
     turned: Turned
 
 
+def of_widest_heads(seen: Sequence[Rotation]) -> list[Rotation]:
+    """Drop rotations of slices of heads: keep the widest head_dim that both q and k have."""
+    by_width: dict[int, list[Rotation]] = {}
+    for each in seen:
+        by_width.setdefault(each.turned.head_dim, []).append(each)
+    several = [width for width, own in by_width.items() if len(own) > 1]
+    return by_width[max(several or by_width)]
+
+
+def forwards(seen: Sequence[Rotation]) -> list[Rotation]:
+    """Drop what is turned back after two or more arrays were turned as the first one.
+
+    DeepSeek V4 rotates q and k, and rotates what its attention returns back. A model that turns
+    only k back keeps all, since it is at fault.
+    """
+    first = seen[0].turned
+
+    def is_turned(each: Rotation, sign: int) -> bool:
+        own = each.turned
+        if own.angles.shape != first.angles.shape:
+            return False
+        gap = np.abs(np.exp(1j * own.angles) - np.exp(1j * sign * first.angles)).max()
+        return bool(gap <= 40 * max(own.noise, first.noise))
+
+    ahead = [each for each in seen if is_turned(each, 1)]
+    others = [each for each in seen if not is_turned(each, 1)]
+    is_back = len(ahead) > 1 and all(is_turned(each, -1) for each in others)
+    return ahead if is_back else list(seen)
+
+
 def watch(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], tokens: int
 ) -> tuple[list[Rotation], str | None]:

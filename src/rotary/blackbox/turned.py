@@ -19,6 +19,7 @@ from .pairs import LOST, wrapped
 
 TOLERANCES = {"float64": 2e-6, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
 _SAMPLE = 12  # heads that are compared
+_LEAST = 1e-3  # rad: a smaller turn is noise
 _UNLIKE = 9.0  # an amplitude below 3 on a part of the head changes squares by less
 _ALIKE = 1e-3  # an amplitude this close to 1 counts as 1
 
@@ -77,7 +78,7 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
             error.max() <= allowed
             and np.abs(np.abs(ratio) - amplitude).max() <= 8 * tolerance * amplitude
             and amplitude > tolerance
-            and np.abs(wrapped(np.angle(ratio / ratio[0]))).max() > 2 * tolerance
+            and np.abs(wrapped(np.angle(ratio / ratio[0]))).max() > max(2 * tolerance, _LEAST)
         ):
             return Turned(
                 x.shape[-1], rotary_dim, start, layout, out_layout, np.angle(ratio),
