@@ -663,9 +663,9 @@ def test_one_compiled_program_serves_every_given_length(name):
 
 
 @pytest.mark.parametrize(
-    "positions", [[3, 1, 4, 1, 5000000], range(7, 12), (0.5, 1.0, 2.0, 3.0, 4e6)]
+    "positions", [[3, 1, 4, 1, 5000000], range(7, 12), (0.5, 1.0, 2.0, 3.0, 4e6), np.arange(5)]
 )
-def test_a_compiled_program_takes_positions_that_are_no_array(positions):
+def test_a_compiled_program_takes_positions_that_are_no_tensor(positions):
     torch._dynamo.reset()
     q = Torch.array(X)
     fast = torch.compile(partial(applied_at, Torch), fullgraph=True, backend="aot_eager")

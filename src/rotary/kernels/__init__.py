@@ -292,7 +292,7 @@ def check_positions(positions: object) -> None:
             f"positions must be an array or a list, (..., seq), got {brief(positions)}; "
             f"range({count}) gives the first {count} positions"
         )
-    if isinstance(positions, (list, tuple, range)):
+    if isinstance(positions, (list, tuple, range)) or type(positions) is np.ndarray:
         return
     if is_a(positions, "torch.Tensor"):
         if positions.is_nested:  # type: ignore[attr-defined]
