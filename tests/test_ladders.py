@@ -301,6 +301,24 @@ def test_the_command_writes_for_a_model_with_a_trained_length_of_its_own(main, t
     )
 
 
+def test_the_command_counts_what_latent_attention_does_not_rotate(main, tmp_path):
+    """DeepSeek-V3 rotates 64 of 192 channels: B_m of the whole head never falls below 0."""
+    config, out = tmp_path / "config.json", tmp_path / "new.json"
+    config.write_text('{"model_type": "deepseek_v3", "max_position_embeddings": 4096}')
+    arguments = ("design", "--length", "2048", "--keep", "256", "--from", str(config))
+    found = document(main(*arguments, "--starts", "1", "--out", str(out), "--json"))
+    as_it_is = found["methods"][1]
+    assert (as_it_is["error"], as_it_is["first_failure"]) == (0, None)
+    spec, head = Rotary.from_dict(found["spec"]), Rotary(64, layout="interleaved")
+    theta = np.array(spec.params["inv_freq"])
+    np.testing.assert_allclose(inv_freq(from_hf_config(out))[0], theta, rtol=1e-14)
+    assert spec.head_dim == head.head_dim
+    means = 64 + np.cos(np.outer(np.arange(1, 2049), theta)).sum(1)  # of 64 pairs more, which stay
+    wanted = 64 + np.cos(np.outer(np.arange(1, 257), inv_freq(head)[0])).sum(1)
+    np.testing.assert_allclose(means[:256], wanted, rtol=1e-6)
+    np.testing.assert_allclose(found["certificate"]["lowest"], means[256:].min() / 96, rtol=1e-6)
+
+
 def test_the_command_refuses_a_config_before_the_search(main, tmp_path, monkeypatch):
     monkeypatch.setattr("rotary.analysis.ladders.design", lambda *_, **__: pytest.fail("searches"))
     config, out = tmp_path / "config.json", tmp_path / "new.json"

@@ -12,6 +12,7 @@ import typer
 from .terminal import printable
 
 if TYPE_CHECKING:
+    from ..configs.record import Config as ModelConfig
     from ..spec import Rotary
 
 app = typer.Typer(
@@ -132,6 +133,16 @@ def layers_differ(config: str, kinds: Iterable[str | None]) -> ValueError:
     """Return the error of a command that needs one layer type."""
     listed = ", ".join(map(str, kinds))
     return ValueError(f"{config}: layers differ; pass --layer-type, one of {listed}")
+
+
+def entry_of(config: str, layer_type: str | None, part: str | None) -> "ModelConfig | None":
+    """Return what a config of transformers says; None for GGUF files and diffusers."""
+    from ..configs import choose
+    from ..configs.diffusers import is_of_diffusers
+
+    if is_gguf(config) or is_of_diffusers(config):
+        return None
+    return choose(config, layer_type, part)
 
 
 def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "Rotary":

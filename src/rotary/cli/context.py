@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import Config, Json, LayerType, Part, app, is_gguf, read_spec
+from .app import Config, Json, LayerType, Part, app, entry_of, read_spec
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
 
@@ -40,20 +40,17 @@ def decay(
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
     from ..analysis.spectrum import whole_head
-    from ..configs import choose
-    from ..configs.diffusers import is_of_diffusers
     from ..reach import distances_to, lengths
 
-    spec, rest = read_spec(config, layer_type, part), 0
-    if not (is_gguf(config) or is_of_diffusers(config)):
-        entry = choose(config, layer_type, part)
-        rest = entry.nope_head_dim
-        length = length if length is not None else lengths(spec, entry)[1]
+    spec, entry = read_spec(config, layer_type, part), entry_of(config, layer_type, part)
+    if length is None and entry is not None:
+        length = lengths(spec, entry)[1]
     if length is None:
         raise ValueError(f"{config} has no max_position_embeddings; give --length")
     distances = distances_to(length)
     curve = decay_curve(spec, distances, seq_len=length)
-    alike = similarity(whole_head(spec, rest), distances, seq_len=length)
+    head = whole_head(spec, entry.nope_head_dim if entry else 0)
+    alike = similarity(head, distances, seq_len=length)
     if plot is not None:
         from .. import plots
 

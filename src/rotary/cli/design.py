@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import Json, LayerType, Part, app, read_spec
+from .app import Json, LayerType, Part, app, entry_of, read_spec
 from .context import Plot, check_targets, write_new
 from .terminal import bar, print_json, print_table, print_text, short
 
@@ -91,6 +91,7 @@ def design(
     whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
     """
     from ..analysis import ladders
+    from ..analysis.spectrum import whole_head
     from ..configs import as_longrope, replace_rope, rope_keys
     from ..spec import Rotary
 
@@ -105,20 +106,23 @@ def design(
         raise ValueError("--head-dim and --base cannot be used with --from: the config has them")
     else:
         spec = read_spec(config, layer_type, part)
+    entry = None if config is None else entry_of(config, layer_type, part)
+    head = whole_head(spec, entry.nope_head_dim if entry else 0)
     if out is not None and config is not None:  # before the search: can this config say a result?
         plain = dataclasses.replace(spec, schedule="default", params={})
         replace_rope(config, as_longrope(plain, length), length, layer_type, part=part)
-    wanted = _wanted(spec, length, keep, at_least, until, power, scale, at_most, curve)
+    wanted = _wanted(head, length, keep, at_least, until, power, scale, at_most, curve)
     with bar("searching frequencies") as progress:
         result = ladders.design(
-            spec, wanted, longest_wavelength=longest_wavelength, starts=starts, seed=seed,
+            head, wanted, longest_wavelength=longest_wavelength, starts=starts, seed=seed,
             progress=lambda share: progress(0.8 * share),
         )  # fmt: skip
         others = ladders.alternatives(
-            spec, length, keep or until, progress=lambda share: progress(0.8 + 0.2 * share)
+            head, length, keep or until, progress=lambda share: progress(0.8 + 0.2 * share)
         )
     specs = {"designed": result.spec, **others}
-    written = as_longrope(result.spec, length)
+    designed = dataclasses.replace(result.spec, head_dim=spec.head_dim, start=spec.start)
+    written = as_longrope(designed, length)
     if out is not None:
         document = (
             rope_keys(written, length) if config is None
@@ -134,7 +138,7 @@ def design(
     if as_json:
         names = ("method", "error", "first_failure")
         print_json({
-            "length": length, "spec": result.spec.to_dict(), "error": result.error,
+            "length": length, "spec": designed.to_dict(), "error": result.error,
             "lower_bound": result.lower_bound, "certificate": result.certificate._asdict(),
             "methods": [dict(zip(names, row, strict=True)) for row in rows],
             "config": rope_keys(written, length),
