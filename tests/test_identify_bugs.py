@@ -103,7 +103,7 @@ MISTAKES = {
     **{f"{name} times the angle": ({"at": lambda p, by=by: p * by}, ("frequencies_multiplied",),
                                    f"every angle is {name} times that of base 10000", ...)
        for name, by in (("1.000001", 1.000001), ("3", 3.0), ("4", 4.0), ("5.5", 5.5), ("8", 8.0),
-                        ("40", 40.0), ("6.283185307", 2 * np.pi))},
+                        ("40", 40.0), ("3.141592654", np.pi), ("6.283185307", 2 * np.pi))},
     "tiled tables": ({"turn": adjacent}, WRONG_LAYOUT, "needs repeat_interleave", None),
     "repeated tables": ({"tiled": False}, WRONG_LAYOUT, "needs cat", None),
     "one pair twice": ({"inv_freq": TWICE}, ("duplicate_frequency", "off_ladder"),
@@ -211,12 +211,12 @@ def test_channels_outside_the_slice_that_are_changed():
 
 
 def test_angles_beyond_half_a_turn_give_the_factor_and_its_spec():
-    for by in (4.0, 2 * np.pi):
+    for by in (4.0, np.pi, 2 * np.pi):
         found = identify(partial(rope, at=lambda p, by=by: p * by), D, form="positions")
         assert (found.spec.schedule, found.spec.base) == ("linear", 10_000.0)
         assert found.spec.params["factor"] == pytest.approx(1 / by, rel=1e-12)
         assert (found.arithmetic, found.right_up_to) == ("exact", 2**20)
-        assert ("2 pi" in found.findings[0].text) == (by != 4)
+        assert ("2 pi" in found.findings[0].text) == (by == 2 * np.pi)
     few = identify(partial(rope, at=lambda p: p * 5.0, angles=F32), D, form="positions")
     assert (few.spec.schedule, few.spec.params["factor"]) == ("linear", 0.2)
 

@@ -91,8 +91,7 @@ def _beyond_half_a_turn(measured: Measured) -> Fit | None:
         scale = float((size * base ** (index / count))[slow][0])
         if abs(math.log(scale) - level) > 1e-2 or scale <= math.pi:
             continue
-        turn = [math.tau] if abs(scale / math.tau - 1) < 1e-6 else []
-        for times in (*turn, *rounded(scale, range(1, 8))):
+        for times in (*_turns_near(scale), *rounded(scale, range(1, 8))):
             computed = _computed("linear", base, {"factor": 1 / times}, measured.rotary_dim)
             if computed is None or abs(measured.amplitude - 1) > measured.amplitude_noise:
                 continue
@@ -170,6 +169,9 @@ def _unequal(size: Array, tolerance: Array, num_axes: int) -> Iterator[Candidate
 
 def _geometric(ladder: tuple[float, float], digits: range) -> Iterator[Candidate]:
     base, scale = ladder
+    for times in _turns_near(scale):
+        for each in rounded(base, digits):
+            yield "linear", each, {"factor": 1 / times}
     for count in digits:
         for each in rounded(base, [count]):
             yield "default", each, {}
@@ -296,6 +298,11 @@ def _prefix(size: Array, tolerance: Array) -> int:
         if (np.abs(ladder - size[:end]) > 2 * tolerance[:end]).any():
             return end - 1
     return count
+
+
+def _turns_near(scale: float) -> list[float]:
+    """Return half a turn or a turn in rad if a ladder starts there."""
+    return [turn for turn in (math.pi, math.tau) if abs(scale / turn - 1) < 1e-5]
 
 
 def rounded(value: float, digits: Iterable[int]) -> list[float]:
