@@ -142,6 +142,7 @@ def test_equal_means_equal_json(one, other):
         {"start": 0, "sign": 1, "schedule": "default", "params": {}, "axes": ()},
         {"head_dim": np.int32(64), "rotary_dim": np.int64(64), "axes": []},
         {"axes": np.array([], np.int64)},
+        {"axes": [0] * 32},  # one axis, so positions are (seq,), not (seq, 1)
     ],
 )
 def test_what_is_left_out_is_what_is_said(written):

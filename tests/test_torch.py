@@ -222,6 +222,16 @@ def test_row_numbers_changed_before_the_backward_pass_are_noticed():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("out_layout", ["half", "interleaved"])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_a_batch_of_gradients_is_that_of_single_ones(layout, out_layout):
+    x, (cos, sin), upstream = randn(2, 3, 6, grad=True), tables(3, 2), randn(4, 2, 3, 6, seed=1)
+    y = rotary.rotate(x, cos, sin, layout=layout, out_layout=out_layout, rotary_dim=4, seq_dim=-2)
+    (rows,) = torch.autograd.grad(y, x, upstream, retain_graph=True, is_grads_batched=True)
+    single = [torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in upstream]
+    torch.testing.assert_close(rows, torch.stack(single), rtol=0, atol=0)
+
+
 def test_many_gradients_in_one_backward_pass():
     x, (cos, sin) = randn(3, 4, grad=True), tables(3, 2)
     jacobian = torch.autograd.functional.jacobian(formula, (x, cos, sin))[0]

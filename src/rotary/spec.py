@@ -34,7 +34,7 @@ class Rotary:
                 half-split ones: out_layout="half"
     schedule    name of a function in `rotary.schedules`
     params      its keyword-only arguments, under the names of transformers' `rope_parameters`
-    axes        the position axis that each pair uses, (rotary_dim/2,); empty means one axis.
+    axes        the position axis that each pair uses, (rotary_dim/2,); () if they are all 0.
                 Schedule axial needs them, because models differ in which axis comes first
     sign        +1, or -1 if pairs rotate in the other direction (nanochat)
 
@@ -358,7 +358,7 @@ def _checked_axes(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
         )
     if not all(is_whole(axis) for axis in checked) or set(checked) != set(range(max(checked) + 1)):
         raise ValueError(f"axes must be whole numbers from 0 without a gap, got {checked}")
-    return checked
+    return checked if any(checked) else ()
 
 
 def _check_axes_of_schedule(spec: Rotary) -> None:

@@ -206,7 +206,8 @@ def by_operators(
         if geometry.out_layout == "half":
             turned = torch.cat((one, other), dim=-1)
         else:
-            turned = torch.stack((one, other), dim=-1).flatten(-2)
+            # `flatten` has no rule for gradients in batches (`is_grads_batched`)
+            turned = torch.stack((one, other), dim=-1).reshape(*one.shape[:-1], rotary_dim)
         turned = turned.to(x.dtype)
         if rotary_dim < x.shape[-1]:
             turned = torch.cat((x[..., : geometry.start], turned, x[..., stop:]), dim=-1)
