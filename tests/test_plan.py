@@ -16,6 +16,7 @@ from rotary.analysis.spectrum import whole_head
 from rotary.configs import choose, replace_rope
 from rotary.plan import Recommendation, plan, plan_model, recommend, recommend_model
 from rotary.programs import readings
+from rotary.reach import reach
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("numba", reason="a plan searches a base")
@@ -185,6 +186,23 @@ def test_transformers_builds_what_is_written_for_the_alpha_of_hunyuan(context, a
         config.rope_parameters["rope_theta"]
         == found.rope_parameters["rope_parameters"]["rope_theta"]
     )
+
+
+@pytest.mark.parametrize("context", [262_144, 524_288])
+def test_the_share_of_unseen_angles_is_that_of_what_is_recommended(context):
+    """Llama 3.1 has factor 8 for 16 times its training: twice 8 was told by the share of 32."""
+    found = recommend_model(CONFIGS / "llama-3.1-8b.json", context)
+    unseen = reach(found.recommended, context, 8192).unseen
+    assert unseen > 0.05
+    assert f"did not occur in training, with llama3 {unseen:.0%}." in found.reason
+
+
+def test_a_method_is_named_as_the_configs_and_not_as_trained():
+    """Dynamic NTK changes nothing up to the trained length."""
+    llama = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": 4096,
+             "rope_scaling": {"type": "dynamic", "factor": 4.0}}  # fmt: skip
+    reason = recommend_model(llama, 8192).reason
+    assert "trained at 4,096 tokens; the config scales them by dynamic." in reason
 
 
 @pytest.mark.parametrize(("schedule", "factor"), [("linear", 8.0), ("ntk", 1000.0)])

@@ -1,9 +1,10 @@
 """What `plan` recommends, as a record and in words."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .analysis.extension import Row
+from .analysis.extension import Row, unseen_share
 from .analysis.search import MinBase, SafeBase, rounded_up
 from .spec import Rotary
 from .strict_json import JSON
@@ -170,15 +171,17 @@ def of_bases(result: Plan) -> str:
 
 def _of_scaling(result: Recommendation) -> Iterator[str]:
     name, factor = result.recommended.schedule, result.recommended.params["factor"]
-    unseen = {option.method: f"{option.unseen:.0%}" for option in result.options}
-    schedule = result.spec.schedule
-    scaled = "" if schedule == "default" else f" and scaled by {schedule}"
-    yield f"The weights were trained at {result.trained:,} tokens{scaled}."
-    if "none" in unseen:
-        scaled = f", with {name} {unseen[name]}" if name in unseen else ""
+    schedule, context, trained = result.spec.schedule, result.context, result.trained
+    scaled = "" if schedule == "default" else f"; the config scales them by {schedule}"
+    yield f"The weights were trained at {trained:,} tokens{scaled}."
+    plain = next((option for option in result.options if option.method == "none"), None)
+    if plain is not None and trained is not None:
+        # the options have the factor context / trained, and the recommended one may have another
+        chosen = dataclasses.replace(result.recommended, axes=())
+        unseen = unseen_share(plain.spec, trained, chosen, context - 1, context)
         yield (
-            f"Without scaling, {unseen['none']} of the angles at {result.context:,} tokens did not "
-            f"occur in training{scaled}."
+            f"Without scaling, {_share(plain.unseen)} of the angles at {context:,} tokens did not "
+            f"occur in training, with {name} {_share(unseen)}."
         )
     yield (
         f"Use {name} with factor {factor:g}. If you can, fine-tune on long documents (a few "
@@ -186,3 +189,7 @@ def _of_scaling(result: Recommendation) -> Iterator[str]:
     )
     if factor > 40:
         yield "Few models use a factor above 40: consider several steps, with tuning in between."
+
+
+def _share(unseen: float) -> str:
+    return "less than 1%" if 1e-9 < unseen < 5e-3 else f"{unseen:.0%}"
