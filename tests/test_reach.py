@@ -8,6 +8,7 @@ import pytest
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.extension import unseen_share
+from rotary.plan import recommend_model
 from rotary.reach import Reach, distances_to, reach, reaches
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -162,6 +163,19 @@ def test_a_schedule_that_depends_on_the_length_is_taken_at_the_length():
     for field in ("first_failure", "failures", "lowest", "lowest_distance", "longest_wavelength"):
         assert getattr(reach(dynamic, 4096, 512), field) == getattr(reach(same, 4096, 512), field)
     assert reach(dynamic, 4096, 512).first_failure != reach(dynamic, 512).first_failure
+
+
+def test_factors_of_longrope_that_no_length_changes_are_part_of_the_training():
+    """MiniCPM3 was taken as trained without them: 1 pair of less than one turn."""
+    path = CONFIGS / "minicpm3-4b.json"
+    spec, found = from_hf_config(path), reaches(path)[None]
+    assert spec.params["short_factor"] == spec.params["long_factor"]
+    periods = 2 * np.pi / inv_freq(spec, 1)[0]
+    assert found.never_turning == (periods > found.trained).sum() > 1
+    assert found.unseen == 0
+    assert recommend_model(path, found.length).action == "keep"
+    with pytest.raises(ValueError, match="cannot stretch LongRoPE whose short_factor and long_fac"):
+        recommend_model(path, 2 * found.length)
 
 
 def test_distances_go_in_ones_twos_and_fives():

@@ -49,6 +49,11 @@ def recommend(
         length = max(context, advertised or trained)  # LongRoPE's amplitude is from it
         return kept._replace(rope_parameters=rope_keys(spec, length))
     original = before_scaling(spec)
+    if original.schedule == "custom":
+        raise ValueError(
+            "plan cannot stretch LongRoPE whose short_factor and long_factor are equal: the weights "
+            "were trained with these factors; `rotary reach` has the numbers of this RoPE"
+        )
     options: tuple[Row, ...] = ()
     if original.schedule == "default":  # no method stretches linear, ntk and proportional
         plain = dataclasses.replace(original, axes=())
@@ -78,8 +83,9 @@ def plan(
     first of yarn, llama3 and linear with at most 1% unseen angles, preferably one that keeps the
     frequency of the fastest pair.
     The bases are those of a plain spectrum with this head_dim and rotary_dim (arXiv 2405.14591).
-    Raises ValueError for a context outside 2 .. 2^20, for a spec of schedule axial or custom, and
-    for trained weights of a schedule that no config of transformers says.
+    Raises ValueError for a context outside 2 .. 2^20, for a spec of schedule axial or custom, for
+    trained weights of a schedule that no config of transformers says, and for a larger context than
+    that of LongRoPE whose factors for short and long sequences are equal.
 
     >>> found = plan(32768, Rotary(head_dim=128), trained=4096)  # Llama 2
     >>> found.action, found.recommended.schedule, found.recommended.params["factor"]

@@ -113,7 +113,8 @@ def before_scaling(spec: Rotary) -> Rotary:
     """Return the RoPE that the model was trained with before a scaling; `spec` if it has none.
 
     A scaling is recognized by its `original_max_position_embeddings`, the length of that training.
-    A scaling without it (linear, ntk) is taken as part of the training.
+    A scaling without it (linear, ntk) is taken as part of the training, and so is LongRoPE with the
+    same factors for short and long sequences (MiniCPM3): its frequencies are returned as `custom`.
 
     >>> params = {"factor": 4.0, "original_max_position_embeddings": 4096}
     >>> before_scaling(Rotary(head_dim=8, schedule="yarn", params=params))
@@ -121,6 +122,11 @@ def before_scaling(spec: Rotary) -> Rotary:
     """
     if "original_max_position_embeddings" not in spec.params:
         return spec
+    short, long = (spec.params.get(name) for name in ("short_factor", "long_factor"))
+    if short == long and set(short or [1.0]) != {1.0}:
+        values, factor = inv_freq(spec, 1)
+        params = {"inv_freq": values.tolist(), "attention_factor": factor}
+        return dataclasses.replace(spec, schedule="custom", params=params)
     return dataclasses.replace(spec, schedule="default", params={})
 
 
