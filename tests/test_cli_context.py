@@ -20,6 +20,12 @@ LLAMA_2, GEMMA = str(CONFIGS / "llama-2-7b.json"), str(CONFIGS / "gemma-3-1b.jso
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
+def test_decay_ends_at_the_window_and_says_so(main):
+    config = str(CONFIGS / "mistral-7b-v0.1.json")
+    assert document(main("decay", config, "--json"))["distance"][-1] == 4096
+    assert "no farther than their window, 4,096 tokens" in " ".join(main("decay", config).out.split())
+
+
 def test_decay_prints_what_the_analysis_computes(main):
     found = document(main("decay", LLAMA_2, "--json"))
     assert found["distance"] == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 4096]

@@ -178,6 +178,17 @@ def test_factors_of_longrope_that_no_length_changes_are_part_of_the_training():
         recommend_model(path, 2 * found.length)
 
 
+def test_a_length_beyond_the_window_is_said_to_be_cut():
+    mistral = {"model_type": "mistral", "head_dim": 128, "max_position_embeddings": 32768,
+               "rope_theta": 1e4, "sliding_window": 4096}  # fmt: skip
+    within, beyond = (reaches(mistral, length=length)[None] for length in (4096, 1_000_000))
+    assert within.length == beyond.length == 4096
+    assert "window" not in within.verdict
+    assert "float32" not in within.verdict
+    assert beyond.verdict.startswith("These layers see no farther than their window, 4,096 tokens")
+    assert f"beyond position {beyond.float32_positions:,}" in beyond.verdict  # of the positions
+
+
 def test_distances_go_in_ones_twos_and_fives():
     assert distances_to(1).tolist() == [1]
     assert distances_to(20).tolist() == [1, 2, 5, 10, 20]

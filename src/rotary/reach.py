@@ -173,7 +173,13 @@ def _of_layer(config: Config, length: int | None) -> Reach | None:
     if length is None:
         raise ValueError("the config has no max_position_embeddings; give the length, in tokens")
     seen, rest = visible(length, config), config.nope_head_dim
-    return reach(spec, seen, trained and visible(trained, config), nope_head_dim=rest)
+    found = reach(spec, seen, trained and visible(trained, config), nope_head_dim=rest)
+    if seen == length:
+        return found
+    words = [of_window(seen), found.verdict]
+    if seen <= found.float32_positions < length:  # positions go on beyond the window
+        words.append(_of_float32(found))
+    return found._replace(verdict=" ".join(words))
 
 
 def distances_to(length: int) -> npt.NDArray[np.int64]:
@@ -207,6 +213,17 @@ def visible(length: int, config: Config) -> int:
     4096
     """
     return min(length, config.window or length)
+
+
+def of_window(seen: int) -> str:
+    """Say that a length is cut to the window.
+
+    >>> of_window(4096)
+    'These layers see no farther than their window, 4,096 tokens, which is the length here.'
+    """
+    return (
+        f"These layers see no farther than their window, {seen:,} tokens, which is the length here."
+    )
 
 
 def _share(unseen: float) -> str:
@@ -245,7 +262,11 @@ def _sentences(result: Reach) -> Iterator[str]:
         if is_new:
             yield "The model can learn these only by fine-tuning at that length."
     if result.float32_positions < result.length:
-        yield (
-            f"Angles computed in float32 may be off by more than {TOLERANCE:g} rad beyond position "
-            f"{result.float32_positions:,}; exact angles take no more time."
-        )
+        yield _of_float32(result)
+
+
+def _of_float32(result: Reach) -> str:
+    return (
+        f"Angles computed in float32 may be off by more than {TOLERANCE:g} rad beyond position "
+        f"{result.float32_positions:,}; exact angles take no more time."
+    )

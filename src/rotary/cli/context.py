@@ -40,13 +40,14 @@ def decay(
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
     from ..analysis.spectrum import whole_head
-    from ..reach import distances_to, lengths
+    from ..reach import distances_to, lengths, of_window, visible
 
     spec, entry = read_spec(config, layer_type, part), entry_of(config, layer_type, part)
     if length is None and entry is not None:
         length = lengths(spec, entry)[1]
     if length is None:
         raise ValueError(f"{config} has no max_position_embeddings; give --length")
+    asked, length = length, length if entry is None else visible(length, entry)
     distances = distances_to(length)
     curve = decay_curve(spec, distances, seq_len=length)
     head = whole_head(spec, entry.nope_head_dim if entry else 0)
@@ -64,6 +65,9 @@ def decay(
         for distance, mean, value in zip(distances, curve, alike, strict=True)
     ]
     print_table(f"{config}, {length:,} tokens", rows, ("distance", "mean |S_j|", "B_m"))
+    if length < asked:
+        typer.echo()
+        print_text(of_window(length))
 
 
 @app.command()
