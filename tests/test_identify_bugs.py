@@ -76,6 +76,18 @@ def test_float32_angles_go_wrong_far_out_and_float64_angles_do_not():
     assert identify(rope, D, form="positions").right_up_to == 2**20
 
 
+@pytest.mark.parametrize(("width", "base"), [(16, 1e4), (64, 1e4), (80, 1e4), (256, 1e6)])
+def test_float32_angles_are_right_up_to_where_they_are_said_to_be(width, base):
+    """Powers of two, where products are hardly rounded, are right two to three times as far."""
+    ladder = base ** (-np.arange(0, width, 2) / width)
+    function = partial(rope, inv_freq=ladder, angles=F32, rates=F32)
+    right = identify(function, width, form="positions").right_up_to
+    positions = np.arange(2 * right)[:, None]
+    error = np.abs(F32(positions * F32(ladder)) - positions * ladder).max(axis=1)
+    first = np.flatnonzero(error > 1e-3)[0]
+    assert right < first < 1.5 * right  # frequencies of transformers are less exact than these
+
+
 def test_pairs_too_slow_for_a_short_bfloat16_table_are_not_taken_for_resting_ones():
     slow = 1e8 ** (-np.arange(0, D, 2) / D)
     found = identify(partial(rope, inv_freq=slow, tables=BF16), D, form="positions",

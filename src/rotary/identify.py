@@ -47,7 +47,8 @@ class Identification(Answer):
     amplitude     the number that multiplies cos and sin (attention factor)
     inv_freq      (pairs,) float64, rad per token, as measured; None if unknown or given by tables
     arithmetic    what the angles are computed in: "exact", "float32 angles", "bfloat16 positions"
-    right_up_to   the largest probed position up to which angles are right to `right_to`
+    right_up_to   the position up to which angles are right to `right_to`: of those probed, or for
+                  float32 angles of all
     right_to      rad: 1e-3, and more where x or the tables are of 16 bits, which hide an error
     probed_up_to  the largest position at which the function returned a result
     tables        of f(q, k, cos, sin): "tile" for cat(c, c), "repeat" for repeat_interleave(c, 2),

@@ -51,8 +51,8 @@ def recommend(
     original = before_scaling(spec)
     if original.schedule == "custom":
         raise ValueError(
-            "plan cannot stretch LongRoPE whose short_factor and long_factor are equal: the weights "
-            "were trained with these factors; `rotary reach` has the numbers of this RoPE"
+            "plan cannot stretch LongRoPE whose short_factor and long_factor are equal: the "
+            "weights were trained with these factors; `rotary reach` has the numbers of this RoPE"
         )
     options: tuple[Row, ...] = ()
     if original.schedule == "default":  # no method stretches linear, ntk and proportional

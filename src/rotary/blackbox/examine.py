@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..analysis.precision import round_to
+from ..analysis.precision import longest_safe_position, round_to
 from ..angles import turns
 from ..kernels import Numbers as Array
 from ..spec import Rotary
@@ -360,6 +360,9 @@ def _with_precision(
         *angles, explained.inv_freq, rates.inv_freq, explained.base
     ):
         kinds = ("float32 running product",)
+    if len(wrong) and kinds == ("float32 angles",) and not spec.depends_on_length:
+        # what was probed lies near powers of two, where products are hardly rounded
+        right = min(right, longest_safe_position(spec, right_to))
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
     until = (
