@@ -23,7 +23,9 @@ MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 def test_decay_ends_at_the_window_and_says_so(main):
     config = str(CONFIGS / "mistral-7b-v0.1.json")
     assert document(main("decay", config, "--json"))["distance"][-1] == 4096
-    assert "no farther than their window, 4,096 tokens" in " ".join(main("decay", config).out.split())
+    assert "no farther than their window, 4,096 tokens" in " ".join(
+        main("decay", config).out.split()
+    )
 
 
 def test_decay_prints_what_the_analysis_computes(main):

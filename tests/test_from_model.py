@@ -427,6 +427,23 @@ def test_what_attention_returns_may_be_rotated_back():
         )
 
 
+def test_frequencies_that_are_trained_are_warned_of_and_measured():
+    """Mistral Large 4 multiplies its frequencies by exp(alpha), parameters of the model."""
+    torch.manual_seed(0)
+    sizes = {**INDEXED, "index_head_dim": 16, "index_topk": 4, "n_shared_experts": 1}
+    del sizes["head_dim"], sizes["q_lora_rank"]
+    config = of_name("MistralLarge4TextConfig")(**sizes)
+    model = transformers.AutoModel.from_config(config)
+    with pytest.warns(UserWarning, match="multiplies each frequency by a trained number"):
+        spec = rotary.from_hf_config(config)
+    learned = torch.tensor([0.0, 0.3, -0.2, 0.5])
+    with torch.no_grad():
+        model.rotary_emb.alpha.copy_(learned)
+    found = rotary.from_model(model, part="layers.0.self_attn")
+    wanted = rotary.inv_freq(spec)[0] * learned.double().exp().numpy()
+    np.testing.assert_allclose(rotary.inv_freq(found)[0], wanted, rtol=2e-3)
+
+
 def test_a_key_that_alone_is_rotated_back_is_a_fault(monkeypatch):
     llama = transformers.models.llama.modeling_llama
     rotate = llama.apply_rotary_pos_emb

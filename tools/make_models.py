@@ -92,9 +92,10 @@ CODE: dict[str, dict[str, Any]] = {
         INTERLEAVED,
     ),
     **dict.fromkeys(
-        ("axk2", "bailing_hybrid", "deepseek_v32", "mistral_large4_text"),
+        ("axk2", "bailing_hybrid", "deepseek_v32"),
         {**MIXED, "plain_head_dim": "ignored"},
     ),
+    "mistral_large4_text": {**MIXED, "plain_head_dim": "ignored", "learned": True},
     "llama4_text": {**INTERLEAVED, "windowed": "attention_chunk_size"},
     "longcat_flash": MIXED,
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), DEEPSEEK),

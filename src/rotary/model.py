@@ -18,8 +18,9 @@ from .angles import inv_freq
 from .blackbox.examples import examples
 from .blackbox.forward import Rotation, forwards, of_widest_heads, unchanged, watch
 from .blackbox.turned import TOLERANCES, spec_of
-from .configs import MODELS, from_hf_config, layer_types
+from .configs import MODELS, choose, layer_types
 from .configs.diffusers import RULES, from_diffusers_config
+from .configs.hf import rotary_of
 from .kernels import Numbers as Array
 from .rotate import apply
 from .spec import Rotary
@@ -172,7 +173,8 @@ and positions=, those of its tokens
         part, config, _ = configs[path]
         spec, source = agreeing.get(path), "config and forward"
         if spec is None:  # inside of an attention that agrees, the config does not speak of it
-            if any(path.startswith(f"{outer}.") for outer in agreeing):
+            is_inside = any(path.startswith(f"{outer}.") for outer in agreeing)
+            if is_inside or "learned" in MODELS.get(getattr(config, "model_type", ""), {}):
                 config = None
             source = "forward"
             if config is None:  # specs measured on modules that share a RoPE differ by noise
@@ -264,7 +266,7 @@ def _expected(config: object, kind: str | None = None) -> Rotary | None:
     """Return the RoPE that a config of transformers, or a model of diffusers, states."""
     if isinstance(config, nn.Module):
         return from_diffusers_config(config)
-    return from_hf_config(config, kind)
+    return rotary_of(choose(config, kind))
 
 
 def _layer_types(nearest: _Nearest, path: str) -> tuple[str | None, ...]:

@@ -7,10 +7,10 @@ from ..configs import (
     Config,
     UnknownModelError,
     choose,
-    from_hf_config,
     layer_types,
     load,
 )
+from ..configs.hf import rotary_of
 from ..spec import Rotary
 from ..strict_json import JSON
 from .names import Name
@@ -24,7 +24,8 @@ def layers_of(config: object) -> Layers:
     data = load(config)
     try:
         kinds: tuple[str | None, ...] = layer_types(data) or (None,)
-        layers = {kind: (from_hf_config(data, kind), choose(data, kind)) for kind in kinds}
+        chosen = {kind: choose(data, kind) for kind in kinds}
+        layers = {kind: (rotary_of(entry), entry) for kind, entry in chosen.items()}
     except UnknownModelError as error:
         raise ValueError(
             f"{error.reason}; if the code of this model is like that of a known one, give --config "

@@ -54,6 +54,7 @@ from .record import Config
 #   only                          the rope types that the code reads, if it does not read all
 #   read_as                       rope types that the class takes for another one
 #   not_one                       why it is not one rotation
+#   learned                       each frequency is multiplied by a trained parameter
 #   parts                         key and model_type of each part of a model with parts
 #   beside_parts                  keys outside of the parts, read where there is no text part
 #   own_text                      without a text part in the file, the class has other defaults

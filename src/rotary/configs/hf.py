@@ -68,7 +68,8 @@ def from_hf_config(
     It reads `rope_parameters` (v5, flat or nested by layer type), `rope_scaling` with top-level
     keys (v4), the models of `MODELS`, and the type names of vLLM, SGLang and mlx-lm; a dict without
     `model_type` is read as Llama with an optional leading slice.
-    Returns None for a layer type without rotation, and if the config turns RoPE off.
+    Returns None for a layer type without rotation, and if the config turns RoPE off. Warns of a
+    model whose frequencies are trained parameters (Mistral Large 4).
 
     Raises ValueError for anything missing, unknown or contradictory, FileNotFoundError for a path
     that is not there.
@@ -78,7 +79,14 @@ def from_hf_config(
     >>> from_hf_config({"model_type": "lama4u", "head_dim": 64}, as_type="llama")
     Rotary(head_dim=64)
     """
-    return rotary_of(choose(config, layer_type, part, as_type), refuse if strict else _warn)
+    chosen = choose(config, layer_type, part, as_type)
+    if "learned" in chosen.model:
+        warnings.warn(
+            f"{chosen.model_type!r} multiplies each frequency by a trained number, which no config "
+            "has: this is its RoPE before training; rotary.from_model(model) measures that after it",
+            stacklevel=2,
+        )
+    return rotary_of(chosen, refuse if strict else _warn)
 
 
 def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
