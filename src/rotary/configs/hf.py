@@ -83,7 +83,7 @@ def from_hf_config(
     if "learned" in chosen.model:
         warnings.warn(
             f"{chosen.model_type!r} multiplies each frequency by a trained number, which no config "
-            "has: this is its RoPE before training; rotary.from_model(model) measures that after it",
+            "has: this is its RoPE before training; rotary.from_model(model) has the one after it",
             stacklevel=2,
         )
     return rotary_of(chosen, refuse if strict else _warn)
