@@ -724,3 +724,34 @@ def test_autograd_is_told_of_what_is_written_again():
         assert (cache.k._version, cache.v._version) == tuple(n + 1 for n in versions)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
+
+
+@pytest.mark.parametrize("what", ["rows", "weight", "slots"])
+def test_what_is_read_may_not_lie_in_what_is_written(what):
+    """With many tokens other threads read row numbers that were rotated already."""
+    spec, tokens = Rotary(head_dim=8), 6
+    tables = rotary.cos_sin(spec, torch.arange(tokens))
+    memory = torch.randn(2 * tokens * 8)
+    x, k = memory.view(2, tokens, 8), torch.randn(2, tokens, 8)
+    cache, rows, norm, out = None, None, None, x
+    if what == "rows":
+        rows = memory[: 2 * tokens].view(torch.int64).copy_(torch.arange(tokens))
+    elif what == "weight":
+        norm = rotary.Norm(memory[:8], None, eps=1e-6)
+    else:
+        kept = torch.zeros(2 * tokens, 1, 8)
+        slots = kept.view(-1)[: 4 * tokens].view(torch.int64).copy_(torch.arange(2 * tokens))
+        cache, out = rotary.KVCache(kept, None, slots.view(2, tokens)), None
+        x, k = x[:, None], k[:, None]
+
+    def call(x):
+        rotary.fused(x, k if cache else None, None, spec, rows, tables=tables, norm=norm,
+                     cache=cache, seq_dim=-2, out=None if out is None else x)  # fmt: skip
+
+    if out is not None:
+        call(x.clone())  # this form is kept
+    before = memory.clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="overlaps"):
+            call(x)
+    assert torch.equal(memory.view(torch.int32), before.view(torch.int32))

@@ -63,12 +63,18 @@ def _by_loops(
         return None
     if cos.strides != sin.strides or not all([y.flags.writeable for y in written]):
         return None
+    rows = None if positions is None else np.ascontiguousarray(check_rows(positions, cos))
+    slots = None if cache is None else of_list(cache.slots)
+    if slots is not None:
+        if slots.dtype.kind not in "iu":
+            return None
+        slots = np.ascontiguousarray(slots, np.int64)
+    read += [each for each in (rows, slots) if each is not None]
     if out is not None and not _are_apart(read, outs):
         return None
     # cos comes first, so that no cache is at the index of its own input: none may be in place
     if caches and not _are_apart([cos, sin, *read, *outs], caches):
         return None
-    rows = None if positions is None else np.ascontiguousarray(check_rows(positions, cos))
     shapes = [None if x is None else x.shape for x in (q, k, v)]
     fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
     call = Call(_ACCESS, cos, sin, rows, fitted, norm)
@@ -76,10 +82,7 @@ def _by_loops(
         if not rotated(call, rotating, outs):
             return None
         return outs[0], None if k is None else outs[1], v
-    slots = of_list(cache.slots)
-    if slots.dtype.kind not in "iu":
-        return None
-    cache = replace(cache, slots=np.ascontiguousarray(slots, np.int64))
+    cache = replace(cache, slots=slots)
     return (outs[0], None, None) if stored(call, q, k, v, outs[0], cache) else None
 
 

@@ -104,11 +104,14 @@ def call_of(pieces: tuple[Piece, ...], table: Block, rows: Block | None, eps: fl
         return None
     size = sum([math.prod(piece.x.shape) * SIZES[name] for piece in pieces])
     row_count = 0 if rows is None else math.prod(rows.shape)
-    slots, reached = (0, 0), [(0, 0)] * 10
+    slots, reached = (0, 0), [(0, 0)] * 13
     reached[3:5] = [extent(table)] * 2
     reached[5] = (0, 0) if rows is None else extent(rows)
     for index, piece in enumerate(pieces):
-        reached[index], reached[7 + index] = extent(piece.x), extent(piece.out)
+        reached[index], reached[10 + index] = extent(piece.x), extent(piece.out)
+        if piece.weight is not None:
+            numbers = piece.weight.rows * piece.x.shape[-1]
+            reached[7 + index] = 0, numbers * SIZES[piece.weight.dtype]
         if piece.slots is not None:
             count = math.prod(piece.x.shape[:-1]) // _heads(piece)
             slots = count, piece.out.shape[0] * (piece.slots.block or 1)

@@ -66,7 +66,7 @@ PLAIN_MODE = MODES.index((*PLAIN, False))
 BOTH, DOTS, BACK = 0, 1, 2  # phases of a gradient: both, one after the other, or only one of them
 # A job begins and ends with the fields of `loops.ROTATION`. Row numbers must be below `row_limit`,
 # slots below `slot_limit`. `reach` is 0, or the address of what `are_apart` reads: where three x,
-# cos, sin, rows, slots and three out begin and end
+# cos, sin, rows, slots, three weights and three out begin and end
 JOB = np.dtype(
     [(name, np.int64) for name in ("threads", "parts", "number", "cos", "sin", "rows", "pieces")]
     + [(name, np.int64) for name in ("row_count", "row_limit", "slot_count", "slot_limit", "reach")]
@@ -283,9 +283,10 @@ def _check(address):
     if not are_inside(slots, job.slot_count, job.slot_limit, -(2**63)):
         return 0
     addresses = (
-        one.x, two.x, three.x, job.cos, job.sin, job.rows, slots, one.out, two.out, three.out
+        one.x, two.x, three.x, job.cos, job.sin, job.rows, slots,
+        one.weight, two.weight, three.weight, one.out, two.out, three.out,
     )  # fmt: skip
-    return int(job.reach == 0 or are_apart(addresses, 7, 3, job.reach))
+    return int(job.reach == 0 or are_apart(addresses, 10, 3, job.reach))
 
 
 @functools.cache

@@ -168,7 +168,7 @@ def by_loops(
         return ys[0], None if k is None else ys[1], v
     if wants_grad(*xs):
         return None
-    read = [x for x in (q, k, v, cos, sin) if x is not None]
+    read = [x for x in (q, k, v, cos, sin, rows, *weights) if x is not None]
     if out is not None:
         check_outputs(xs, read, out)
     outs = [empty_like(x) for x in xs] if out is None else list(out)
@@ -178,12 +178,13 @@ def by_loops(
         mark_written(out or ())
         return outs[0], None if k is None else outs[1], v
     memory = calls.caches_of(cache)
-    check_separate([cos, sin, *read, *(out or ())], memory)  # a cache may not be an input, either
+    slots = slots_of(cache.slots, q).long().contiguous()
+    # a cache may not be an input, either
+    check_separate([cos, sin, *read, slots, *(out or ())], memory)
     if v is not None and isinstance(cache, KVCache) and cache.v is None:
         return None
     if k is None:
         return None
-    slots = slots_of(cache.slots, q).long().contiguous()
     if not calls.stored(call, q, k, v, outs[0], replace(cache, slots=slots)):
         return None
     mark_written([*memory, *(out or ())])

@@ -129,6 +129,8 @@ def _run_of(
     """Return code that runs a plan on tensors of the forms that it was made for."""
     is_checked, is_tracked = bool(written), bool(written) and not written[0].is_inference()
     read_count = sum([spot != ABSENT for spot in places_of[:3]])
+    # slots and weights; the operands of `check_memory` begin with those that may be in place
+    others = [spot for spot in places_of[5:] if spot != ABSENT]
     cache_spots = [spot for spot in places_of[3:5] if spot != ABSENT]
     checked_spacings: set[tuple[int, ...]] = set()
 
@@ -148,7 +150,7 @@ def _run_of(
             spacing = tuple([address - at[0] for address in (*at, cos, sin, rows)])
             if spacing not in checked_spacings:
                 caches = [xs[spot] for spot in cache_spots]
-                read = *xs[:read_count], *tables[:2]
+                read = *xs[:read_count], *[xs[spot] for spot in others], *tables
                 check_memory(read, out or ())
                 check_memory((*tables[:2], *read, *(out or ())), caches)
                 remember(checked_spacings, spacing)
