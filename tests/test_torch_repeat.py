@@ -210,6 +210,19 @@ def test_slices_of_one_projection_in_place(monkeypatch):
     assert torch.equal(both, before)
 
 
+def test_what_ordinary_tensors_keep_in_inference_mode_is_not_for_inference_tensors_outside():
+    """To a guard these are alike."""
+    q, k, cos, sin = operands()
+    out = torch.zeros_like(q), torch.zeros_like(k)
+    with torch.inference_mode():
+        rotate((q, k), cos, sin, layout="half", out=out)
+        q, k, cos, sin = (x.clone() for x in (q, k, cos, sin))
+        out = tuple([torch.zeros_like(x) for x in out])
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        rotate((q, k), cos, sin, layout="half", out=out)
+    assert not any([x.any() for x in out])
+
+
 def test_an_inference_tensor_is_written_in_inference_mode_alone():
     with torch.inference_mode():
         q, k, cos, sin = operands()

@@ -3,11 +3,12 @@
 For one token, computing how the tensors fit together takes several times as long as the rotation.
 So the result is kept behind a guard: the check, in C++, that `torch.compile` makes before it runs a
 compiled function. A guard compares the type, dtype, device, shape, strides and requires_grad of
-each operand, and the dispatcher's state: vmap, grad, inference mode, dispatch modes, jit.trace.
+each operand, and the dispatcher's state: vmap, grad, dispatch modes, jit.trace.
 
-A guard does not see make_fx, forward mode, grad mode, row numbers and shared memory, which are
-checked here, nor torch.compile, which the caller rules out. A nested tensor would end the process
-inside a guard, so calls with one never reach it.
+A guard does not see make_fx, forward mode, grad mode, row numbers and shared memory, and takes an
+inference tensor for an ordinary one inside of inference mode: these are checked here. Nor does it
+see torch.compile, which the caller rules out. A nested tensor would end the process inside a guard,
+so calls with one never reach it.
 
 After a matrix product as wide as a model, none of this code is in the processor's caches, so the
 time depends on how much code and memory a call uses. What the guard has checked is not checked
@@ -48,11 +49,18 @@ data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
+class Mode(NamedTuple):
+    """A mode of torch and whether code is for it."""
+
+    is_on: Callable[[], bool]
+    wanted: bool
+
+
 class Ready(NamedTuple):
     """The code for operands that pass the check of a guard."""
 
     check: Callable[..., bool]
-    grad_mode: bool | None  # the grad mode it is for; None if no operand requires a gradient
+    mode: Mode | None  # inference mode, or grad mode if an operand requires a gradient
     run: Run
 
 
@@ -82,8 +90,8 @@ def run(
         if is_past_guards() or True in map(_is_nested, operands):
             return None
         key = caller_options, len(xs), len(tables), not_in_place, xs[0].numel()
-        for check, grad_mode, kept in recent.get(key, ()):
-            if check(*operands) and (grad_mode is None or grad_mode is torch.is_grad_enabled()):
+        for check, mode, kept in recent.get(key, ()):
+            if check(*operands) and (mode is None or mode.is_on() is mode.wanted):
                 results = kept(xs, tables, out)
                 if results is not None:
                     return results
@@ -120,7 +128,7 @@ def prepared(
     not_in_place = tuple(map(is_not, xs, out or ()))
     has_outputs = any(not_in_place)
     operands = (*xs, *tables, *itertools.compress(out or (), not_in_place))
-    count, (check, grad_mode, code) = len(operands), ready_for(operands, code)
+    count, (check, mode, code) = len(operands), ready_for(operands, code)
 
     def run(
         xs: Sequence[Tensor], tables: Tables, out: Sequence[Tensor] | None
@@ -141,7 +149,7 @@ def prepared(
                 and not is_past_guards()
                 and True not in map(_is_nested, operands)
                 and check(*operands)
-                and (grad_mode is None or grad_mode is torch.is_grad_enabled())
+                and (mode is None or mode.is_on() is mode.wanted)
             ):
                 results = code(xs, tables, out)
                 if results is not None:
@@ -160,8 +168,12 @@ def ready_for(operands: Sequence[Tensor], code: Run) -> Ready:
         dynamic_dims_sizes=[list(tensor.shape) for tensor in operands],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in operands],
     )
-    has_grad = any([tensor.requires_grad for tensor in operands])
-    return Ready(guard.check, torch.is_grad_enabled() if has_grad else None, code)
+    mode = None
+    if torch.is_inference_mode_enabled():  # to a guard, its tensors are like others inside of it
+        mode = Mode(torch.is_inference_mode_enabled, True)
+    elif any([tensor.requires_grad for tensor in operands]):
+        mode = Mode(torch.is_grad_enabled, torch.is_grad_enabled())
+    return Ready(guard.check, mode, code)
 
 
 def maker_of_outputs(x: Tensor, size: int) -> Callable[[], Tensor]:
