@@ -489,3 +489,15 @@ def test_p_rope_scores_of_still_pairs_do_not_depend_on_the_distance():
     content = np.array([0, 0, 1.0, 1.0, 0, 0, 1.0, 1.0])  # channels of pairs 2 and 3 alone
     turned = apply(spec, np.tile(content, (50, 1)))
     np.testing.assert_array_equal(turned @ turned.T, np.full((50, 50), 4.0))
+
+
+def test_queries_of_one_row_see_keys_whose_rows_have_other_lengths():
+    """Dynamic NTK rotates each row by the length of its keys."""
+    grown = {"factor": 2.0, "original_max_position_embeddings": 4}
+    spec = Rotary(head_dim=8, schedule="dynamic", params=grown)
+    q, k = np.random.default_rng(0).standard_normal((2, 2, 1, 3, 8))
+    of_keys, of_queries = np.array([[0, 1, 2], [7, 8, 9]]), np.array([9, 10, 11])
+    wanted = softmax_attention(q, k, k, spec, q_positions=np.tile(of_queries, (2, 1)),
+                               k_positions=of_keys)  # fmt: skip
+    found = softmax_attention(q, k, k, spec, q_positions=of_queries, k_positions=of_keys)
+    np.testing.assert_array_equal(found, wanted)

@@ -76,7 +76,12 @@ def softmax_attention(
         seq_len = row_length(spec, k, k_positions)
         q, k = (
             apply(
-                spec, x, positions=where, seq_dim=-2, seq_len=seq_len, allow_negative=allow_negative
+                spec,
+                x,
+                positions=_by_row(where, x, seq_len),
+                seq_dim=-2,
+                seq_len=seq_len,
+                allow_negative=allow_negative,
             )
             for x, where in ((q, q_positions), (k, k_positions))
         )
@@ -156,6 +161,14 @@ def vo_rope_attention(
         allow_negative=allow_negative,
     )
     return _turned(value_spec, attended, q_positions, seq_len, allow_negative, conjugate=True)
+
+
+def _by_row(positions: object, x: Array, seq_len: object) -> object:
+    """Return positions of one row for every row, if each row has a length of its own."""
+    if positions is None or not is_per_row(seq_len):
+        return positions
+    where = positions_of(positions, x)
+    return kernel_of(x).repeat_rows(where, len(seq_len)) if where.ndim == 1 else where
 
 
 def _turned(
