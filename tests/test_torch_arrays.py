@@ -102,6 +102,17 @@ def test_positions_of_numpy_beyond_int64_are_refused_by_either(library):
         rotary.apply(SPEC, x, positions=far)
 
 
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32"])
+def test_positions_may_be_unsigned_tensors(kind):
+    torch = pytest.importorskip("torch")
+    x, ids = torch.ones(1, 2, 3, 4), torch.tensor([4, 1, 6])
+    tables, given = rotary.cos_sin(SPEC, torch.arange(9)), ids.to(getattr(torch, kind))
+    want = rotary.apply(SPEC, x, positions=ids)
+    assert torch.equal(rotary.apply(SPEC, x, positions=given), want)
+    rotated = rotary.rotate(x, *tables, SPEC, positions=given, seq_dim=-2)
+    torch.testing.assert_close(rotated, want, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8", ">i8", "<i2"])
 def test_arrays_of_numpy_are_taken_whatever_their_form(library, kind):

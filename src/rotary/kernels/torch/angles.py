@@ -24,6 +24,7 @@ from .state import (
     FLOATS,
     INTEGERS,
     TENSORS,
+    UNSIGNED,
     as_tensor,
     host_array,
     host_values,
@@ -156,7 +157,7 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     """
     if takes(positions):
         check_plain(positions)
-        return positions
+        return positions.long() if positions.dtype in UNSIGNED else positions
     array = np.asarray(positions)
     kind = "i" if is_tracing() else array.dtype.kind  # Dynamo does not know NumPy dtypes
     if kind in "OSUV":  # objects, such as 2**70, and texts

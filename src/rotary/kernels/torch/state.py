@@ -34,6 +34,7 @@ CODES = {  # of cached keys only
     torch.float8_e5m2: "float8_e5m2",
 }
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+UNSIGNED = (torch.uint16, torch.uint32)  # torch computes with neither; both fit in int64
 TENSORS = (Tensor, torch.nn.Parameter)
 is_recorded_by_dynamo = torch.compiler.is_dynamo_compiling
 
@@ -145,7 +146,8 @@ def as_tensor(name: str, values: object, like: Tensor, dtype: torch.dtype | None
     torch computes with none of them but uint8; ValueError for numbers that are too large for that.
     """
     if isinstance(values, Tensor):
-        return torch.as_tensor(values, dtype=dtype, device=like.device)
+        result = torch.as_tensor(values, dtype=dtype, device=like.device)
+        return result.long() if result.dtype in UNSIGNED else result
     if isinstance(values, np.ndarray) and not is_tracing():  # Dynamo does not know NumPy dtypes
         values = _native(name, values)
     try:
