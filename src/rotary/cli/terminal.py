@@ -44,21 +44,45 @@ def print_table(
     # the title of a Table is cut to the width of the table
     console.print(Text(printable(title), style="italic"))
     lines = [tuple(map(printable, row)) for row in rows]
-    words = [max((len(word) for cell in column for word in cell.split()), default=0)
-             for column in zip(header, *lines, strict=True)]  # fmt: skip
-    if len(header) > 2 and sum(words) + 2 * len(words) > console.width:
+    widths = _widths([header, *lines], console.width)
+    if widths is None:
         for first, *others in lines:
             console.print(Text(f"{header[0]} {first}".strip(), style="bold"), overflow="fold")
             for name, cell in zip(header[1:], others, strict=True):
                 if cell:
-                    console.print(Text(f"{name}: {cell}"), overflow="fold")
+                    console.print(Text(f"{name}: {cell}" if name else f"  {cell}"), overflow="fold")
         return
     table = Table(show_header=any(header), box=None)
-    for index, name in enumerate(header):
-        table.add_column(name, overflow="fold", style="bold" if index == 0 else "")
+    for index, (name, width) in enumerate(zip(header, widths, strict=True)):
+        # Rich left alone makes a column narrower than its longest word
+        table.add_column(name, width=width, overflow="fold", style="" if index else "bold")
     for line in lines:
         table.add_row(*map(Text, line))
     console.print(table)
+
+
+def _widths(rows: Sequence[tuple[str, ...]], room: int) -> list[int] | None:
+    """Return the width of each column in a table of `room`; None if their words do not fit.
+
+    Beside each column is a space on both sides. What the longest words leave is shared out, so
+    that the columns that need least of it are not wrapped.
+    """
+    from rich.cells import cell_len
+
+    columns = list(zip(*rows, strict=True))
+    widths = [max((cell_len(word) for cell in column for word in cell.split()), default=0)
+              for column in columns]  # fmt: skip
+    left = room - sum(widths) - 2 * len(widths)
+    if left < 0:
+        return None
+    wanted = [max(map(cell_len, column)) - width
+              for column, width in zip(columns, widths, strict=True)]  # fmt: skip
+    by_need = sorted(range(len(wanted)), key=wanted.__getitem__)
+    for done, index in enumerate(by_need):
+        more = min(wanted[index], left // (len(by_need) - done))
+        widths[index] += more
+        left -= more
+    return widths
 
 
 def print_text(text: str) -> None:
