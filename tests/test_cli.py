@@ -54,17 +54,29 @@ def test_a_slip_of_the_finger_is_status_2_and_a_suggestion(main, arguments, sugg
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["inspect"], ["freqs", LLAMA, "--seq-len", "x"], ["freqs", LLAMA, "--seq-len", "-1"],
-     ["bench", "--seq", "0"],
-     ["bench", "--rounds", "-1"], ["freqs", LLAMA, "more"]],
-    ids=" ".join,
-)  # fmt: skip
-def test_other_usage_errors_are_status_2(main, arguments):
-    done = main(*arguments)
+    ("arguments", "said"),
+    {
+        "inspect": "Missing argument 'CONFIG'",
+        "convert x y": "Missing option '--from'. Choose from: half, interleaved",
+        "plan --context 128k": "Invalid value for '--context': .* valid integer",
+        "plan --context 8 --base x": "Invalid value for '--base': .* valid (number|float)",
+        "freqs x --seq-len -1": "Invalid value for '--seq-len': .* 1",
+        "bench --rounds 0": "Invalid value for '--rounds': .* 1",
+        "bench --layout neox": "Invalid value for '--layout': 'neox' is not one of 'half', "
+        "'interleaved'",
+        "bench --lay half": r"No such option: --lay \(Possible options: --layout\)",
+        "freqs x more": r"Got unexpected extra argument(\(s\))? \(more\)",
+        "convert x --from half --to half": "Invalid value: TARGET is needed, a new folder, "
+        "unless --dry-run is given",
+    }.items(),
+    ids=str,
+)
+def test_wrong_usage_is_one_line_and_status_2(main, arguments, said):
+    command = arguments.split()
+    done = main(*command)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("Usage: ")
-    assert "Traceback" not in done.err
+    see = rf"\(see [^\n]*rotary {command[0]} --help\)\n"
+    assert re.fullmatch(f"error: {said} {see}", done.err), done.err
 
 
 END = "--- end ---\n"

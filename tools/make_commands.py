@@ -59,7 +59,8 @@ Written by `python tools/make_commands.py` from the commands; `rotary COMMAND --
 
 An error is one line on stderr that says what is wrong and how to fix it. The exit status is 0 on
 success, 1 after an error or if `doctor` or `identify --check` found a fault, 2 if an option or
-argument is missing or malformed.
+argument is missing or malformed. If a signal ends the command, it is 128 plus the number of the
+signal: 130 after Ctrl-C, 141 if the program that reads the output ends first, 143 after `kill`.
 
 | task | command | what it does |
 |---|---|---|

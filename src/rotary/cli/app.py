@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,10 +36,14 @@ Part = Annotated[
     str | None,
     typer.Option(help="The part of the model, e.g. vision_config, if it has several."),
 ]
+_WRONG_USAGE: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of it
 
 
 def main() -> None:
-    """Run the command; an error is one line on stderr and exit status 1, a warning one line."""
+    """Run the command; an error is one line on stderr, a warning one line.
+
+    The exit status is 1 after an error, 2 after wrong usage.
+    """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -54,19 +58,30 @@ def main() -> None:
                     shown(message, category, *where)  # type: ignore[arg-type]
 
             warnings.showwarning = show  # type: ignore[assignment]  # of any other arguments
-            app()
+            sys.exit(app(standalone_mode=False))  # True prints wrong usage on many lines
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         # `rotary freqs ... | head`: Typer and Rich end with 1, which says that a fault was found
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except _WRONG_USAGE as error:
+        typer.echo(f"error: {printable(_usage(error))}", err=True)
+        sys.exit(2)
     except (ValueError, OSError, MemoryError, ImportError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
         typer.echo(f"error: {printable(_as_options(text))}", err=True)
         sys.exit(1)
+
+
+def _usage(error: Any) -> str:
+    """Return what is wrong with the options and arguments, in one line."""
+    text = " ".join(error.format_message().split()).rstrip(".")
+    text = re.sub(r"Value error, |, unable to parse string as an? \w+", "", text)
+    text = text.replace("Input should be", "must be")
+    return f"{text} (see {error.ctx.command_path} --help)"
 
 
 def _as_options(text: str) -> str:
