@@ -294,7 +294,9 @@ def test_a_source_that_is_half_converted_or_says_nonsense_is_refused(tmp_path, n
 
 def test_a_disk_that_is_too_small_is_refused_before_a_folder_is_made(tmp_path, monkeypatch):
     source = llama(tmp_path / "a")
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda folder: SimpleNamespace(total=2**40, free=2**20)
+    )
     with pytest.raises(OSError, match=r"are needed and 0\.00 GB are free"):
         converted(source, tmp_path / "deep" / "b")
     assert not (tmp_path / "deep").exists()

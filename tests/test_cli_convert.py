@@ -144,6 +144,7 @@ REFUSED = {
     "itself": (("a", "a", *WAY), "overlaps the source"),
     "inside": (("a", "a/b", *WAY), "overlaps the source"),
     "around": (("a", ".", *WAY), "overlaps the source"),
+    "a folder of no disk": (("a", "/proc/b", *WAY), "error: /proc/b: cannot be written; give ano"),
     "a full folder": (("a", "full", *WAY), "is not empty, it has 'x'"),
 }
 

@@ -156,15 +156,17 @@ def _open_locked(path: Path) -> int:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise OSError unless the disk has `needed` bytes free, plus SPARE.
+    """Raise OSError unless the disk can be written and has `needed` bytes free, plus SPARE.
 
     The folder need not be there yet.
     """
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed + SPARE:
+    disk = shutil.disk_usage(there)
+    if disk.total == 0 or not os.access(there, os.W_OK):  # /proc and /sys have no bytes
+        raise OSError(f"{folder}: cannot be written; give another folder")
+    if disk.free < needed + SPARE:
         raise OSError(
-            f"{folder}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
+            f"{folder}: {needed / 1e9:.2f} GB are needed and {disk.free / 1e9:.2f} GB are free"
         )
 
 
