@@ -135,9 +135,10 @@ def place_of(
     blocks = math.ceil(size / block[0]), None if inputs is None else math.ceil(inputs / block[1])
     if shape == blocks:
         return Place(None, block=block[0], stays="its blocks hold whole slices")
+    of_blocks = f", nor {blocks[0]} x {blocks[1]} blocks of {block[0]} x {block[1]}"
     raise ValueError(
-        f"{where} has shape {shape}: neither one number, nor {size} rows, nor {blocks[0]} x "
-        f"{blocks[1]} blocks of {block[0]} x {block[1]}"
+        f"{where} has shape {shape}: neither one number, nor {size} rows"
+        + of_blocks * (inputs is not None)
     )
 
 
