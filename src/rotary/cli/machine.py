@@ -28,7 +28,7 @@ def demo(as_json: Json = False) -> None:
 
 @app.command()
 def bench(
-    seq: Annotated[int, typer.Option(min=1, help="Tokens.")] = 4096,
+    seq: Annotated[int, typer.Option(min=1, max=2**31, help="Tokens.")] = 4096,
     layout: Annotated[Layout, typer.Option(help="Which channels make a pair.")] = "half",
     rounds: Annotated[int, typer.Option(min=1, help="Number of timed rounds.")] = 11,
     as_json: Json = False,
