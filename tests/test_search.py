@@ -300,7 +300,7 @@ def test_an_error_in_progress_ends_the_search():
         (lambda: min_base(64, 2**20), "head_dim must be in 2"),
         (lambda: min_base(64, 64, rotary_dim=128), "rotary_dim must be even and in"),
         (lambda: min_base(64, 64, rotary_dim=33), "rotary_dim must be even and in"),
-        (lambda: min_base(64, 2), "no base up to 1e37 passes at all of 64 distances"),
+        (lambda: min_base(64, 2), "no base passes at every distance up to 64: bases up to 1e37"),
         (lambda: safe_base(0), "context must be in 1"),
         (lambda: safe_base(64, start=0.5), r"a base must be in 1 .. 1e37, got 0.5"),
         (lambda: safe_base(64, start=math.nan), "a base must be in 1 .. 1e37, got nan"),

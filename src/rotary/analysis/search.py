@@ -261,9 +261,7 @@ def _first_passing(
             # the work of a chunk is proportional to the square of the distances that fail in it
             share = max(share, min(0.99, (largest / context) ** 2))
             progress(share)
-    raise ValueError(
-        f"no base up to 1e37 passes at all of {context:,} distances with {len(k)} pairs"
-    )
+    raise ValueError(f"no base passes at every distance up to {context:,}: bases up to 1e37 fail")
 
 
 def _refined(
