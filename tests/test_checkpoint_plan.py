@@ -412,7 +412,7 @@ def test_of_a_hybrid_the_queries_beside_a_latent_move():
 @pytest.mark.parametrize(
     ("source", "target", "config", "message"),
     [
-        ("half", "half", LLAMA, "source and target are both 'half'"),
+        ("half", "half", LLAMA, "both layouts are 'half'"),
         ("neox", "half", LLAMA, "source must be 'half' or 'interleaved', got 'neox'"),
         ("half", "gptj", LLAMA, "target must be 'half' or 'interleaved', got 'gptj'"),
         ("interleaved", "half", LLAMA, "of 'llama' are half, not interleaved: say --from half"),

@@ -675,6 +675,42 @@ def test_a_class_and_a_module_are_told_what_to_pass(main, tmp_path):
     assert "give a model, or a function without" in said("doctor", f"{path}:Sized")
 
 
+SIZES = '"hidden_size": 64, "num_attention_heads": 4'
+DESIGN = "design --length 64 --at-least 0.5 --until"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    {
+        "inspect parts.json --part vision": "pass --part, one of vision_config, text_config; got",
+        "reach plain.json": "no max_position_embeddings; give --length, in tokens",
+        "reach plain.json --length 0": "--length must be in 1 .. 16,777,216, got 0",
+        f"{DESIGN} 99": "--until must be in 1 .. 64, got 99",
+        f"{DESIGN} 5 --at-most 2": "--at-most is a share of B_0, in 0 .. 1; got 2.0",
+        f"{DESIGN} 5 --at-most 1 --power 2": "give one of --power, --scale and --at-most",
+        f"{DESIGN} 5 --longest-wavelength 1": "--longest-wavelength 1 must be longer than",
+        "plan --context 8 --head-dim 2": "no base passes at every distance up to 8: bases up",
+        "reach model.GGUF": "model.GGUF: a GGUF file; give the config.json of the model",
+        "inspect model.GGUF": "model.GGUF: not a GGUF file, or cut short",
+        "inspect folder.gguf": "folder.gguf/config.json: no such file",
+    }.items(),
+    ids=str,
+)
+def test_errors_name_options_of_the_command(main, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    Path("plain.json").write_text(f"{{{SIZES}}}")
+    Path("parts.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
+    Path("model.GGUF").write_bytes(b"GGUF\x03\0\0\0\x80\xff")
+    Path("folder.gguf").mkdir()
+    assert_refused(main(*arguments.split()), f"error: {said}" if said[0] in "-m" else said)
+
+
+def test_bench_refuses_more_tokens_than_an_array_can_have(main):
+    done = main("bench", "--seq", str(2**62))
+    assert (done.code, done.out) == (2, "")
+    assert "Invalid value for '--seq': " in done.err
+
+
 def test_errors_have_the_names_of_options(main, tmp_path):
     gemma = str(Path(__file__).parent / "configs" / "gemma-3-1b.json")
     assert_refused(main("inspect", gemma, "--layer-type", "full"), "pass --layer-type, one of full")

@@ -139,7 +139,7 @@ def test_a_model_that_is_not_known_is_converted_with_the_config_of_one_that_is(
 
 REFUSED = {
     "the wrong layout": (("a", "b", "--from", "interleaved", "--to", "half"), "are half, not"),
-    "one layout": (("a", "b", "--from", "half", "--to", "half"), "nothing is to be moved"),
+    "one layout": (("a", "b", "--from", "half", "--to", "half"), "--from and --to are both 'half'"),
     "no source": (("nothing", "b", *WAY), "no such file"),
     "itself": (("a", "a", *WAY), "overlaps the source"),
     "inside": (("a", "a/b", *WAY), "overlaps the source"),

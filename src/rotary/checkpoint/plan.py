@@ -198,7 +198,7 @@ def plan(
     check(source, "source")
     check(target, "target")
     if source == target:
-        raise ValueError(f"source and target are both {source!r}: nothing is to be moved")
+        raise ValueError(f"both layouts are {source!r}: nothing is to be moved")
     layers = layers_of(config)
     first = next(iter(layers.values()))[1]
     model = first.data.get("model_type", "")

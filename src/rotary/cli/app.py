@@ -36,6 +36,19 @@ Part = Annotated[
     str | None,
     typer.Option(help="The part of the model, e.g. vision_config, if it has several."),
 ]
+# what errors of the library say of their arguments -> the same of options
+_OPTIONS = {
+    r"\bform='(\w+)'": r"--form \1",
+    r"(?<!-)\blayer_type\b": "--layer-type",
+    r"^at_least\b": "--at-least",
+    r"^at_most\b": "--at-most",
+    r"^longest_wavelength\b": "--longest-wavelength",
+    r"^(context|form|length|port|power|scale|seed|starts|until) must": r"--\1 must",
+    r"\bpass part,": "pass --part,",
+    r"\bgive the length,": "give --length,",
+    r"^both layouts are": "--from and --to are both",
+    r"read it with rotary\.configs\.from_gguf": "give the config.json of the model",
+}
 _WRONG_USAGE: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of it
 
 
@@ -89,9 +102,12 @@ def _as_options(text: str) -> str:
 
     >>> _as_options("say form='tables', or layer_type")
     'say --form tables, or --layer-type'
+    >>> _as_options("until must be in 1 .. 256, got 300")
+    '--until must be in 1 .. 256, got 300'
     """
-    text = re.sub(r"\bform='(\w+)'", r"--form \1", text)
-    return re.sub(r"(?<!-)\blayer_type\b", "--layer-type", text)
+    for words, option in _OPTIONS.items():
+        text = re.sub(words, option, text)
+    return text
 
 
 @app.callback(invoke_without_command=True)
@@ -110,7 +126,7 @@ def start(
 
 
 def is_gguf(config: str) -> bool:
-    return config.endswith(".gguf")
+    return config.lower().endswith(".gguf") and not os.path.isdir(config)
 
 
 def read_specs(

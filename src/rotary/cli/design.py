@@ -166,6 +166,8 @@ def _wanted(
     used = [name for name, value in beyond.items() if value is not None]
     if at_least is None and used:
         raise ValueError(f"{', '.join(used)} cannot be given without --at-least")
+    if sum(each is not None for each in (power, scale, at_most)) > 1:
+        raise ValueError("give one of --power, --scale and --at-most")
     if keep is not None:
         if not 1 <= keep <= length:
             raise ValueError(f"--keep must be in 1 .. {length}, the length, got {keep}")

@@ -54,7 +54,7 @@ def read_config(path: Path) -> bytes:
         raise FileNotFoundError(
             f"{path}: no such file; give a config.json or the folder it is in{hint}"
         )
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         raise ValueError(f"{path}: a GGUF file; read it with rotary.configs.from_gguf")
     with open(path, "rb") as file:
         text = file.read(MAX_CONFIG_BYTES + 1)
