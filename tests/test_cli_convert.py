@@ -27,6 +27,7 @@ def test_a_dry_run_shows_every_move_and_writes_nothing(main, source, tmp_path, m
     lines = [" ".join(line.split()) for line in done.out.splitlines()]
     assert done.code == 0
     assert done.err.startswith("warning: transformers will load these weights")
+    assert "once converted they are interleaved" in done.err  # nothing is converted yet
     assert lines[0].endswith(f"{source}: half to interleaved, 9 tensors move")
     assert "model.layers.1.self_attn.k_proj.weight key 2 0:8 every 8 16 of 16" in lines
     assert "model.layers.2.self_attn.q_proj.bias query 4 0:8 every 8 32 of 32" in lines

@@ -167,16 +167,16 @@ def warning_of(
         if layout in layouts:
             return ""
         return (
-            f"the code that reads {name} rotates {layouts[0]}, and these weights are now "
-            f"{layout}: it would compute wrong results without an error; load them in code that "
-            f"rotates {layout}"
+            f"the code that reads {name} rotates {layouts[0]}, and once converted these weights "
+            f"are {layout}: it would compute wrong results without an error; load them in code "
+            f"that rotates {layout}"
         )
     if unread := unread_layout(config):
         return (
             f"transformers will load these weights without an error and compute wrong results: "
-            f"they are now {unread.weights}, and its {unread.model!r} rotates {unread.code}; call "
-            f"rotary.patch(model) on the loaded model, or load them in code that rotates "
-            f"{unread.weights}"
+            f"once converted they are {unread.weights}, and its {unread.model!r} rotates "
+            f"{unread.code}; call rotary.patch(model) on the loaded model, or load them in code "
+            f"that rotates {unread.weights}"
         )
     text, name = _text_part(config)
     key = MODELS.get(name, {}).get("layout_key")
