@@ -20,7 +20,7 @@ def source(tmp_path):
 
 
 def test_a_dry_run_shows_every_move_and_writes_nothing(main, source, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "140")
     before = contents(tmp_path)
     (source / "pytorch_model.bin").write_bytes(b"x")
     done = main("convert", str(source), str(tmp_path / "b"), "--dry-run", *WAY)
@@ -29,15 +29,15 @@ def test_a_dry_run_shows_every_move_and_writes_nothing(main, source, tmp_path, m
     assert done.err.startswith("warning: transformers will load these weights")
     assert "once converted they are interleaved" in done.err  # nothing is converted yet
     assert lines[0].endswith(f"{source}: half to interleaved, 9 tensors move")
-    assert "model.layers.1.self_attn.k_proj.weight key 2 0:8 every 8 16 of 16" in lines
-    assert "model.layers.2.self_attn.q_proj.bias query 4 0:8 every 8 32 of 32" in lines
+    assert "model.layers.1.self_attn.k_proj.weight key 2 0 to 7 and again every 8 16 of 16" in lines
+    assert "model.layers.2.self_attn.q_proj.bias query 4 0 to 7 and again every 8 32 of 32" in lines
     assert lines[-1] == "pytorch_model.bin"
     (source / "pytorch_model.bin").unlink()
     assert contents(tmp_path) == before
 
 
 def test_a_dry_run_shows_a_slice_and_what_stays_and_why(main, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "140")
     prefix = "model.layers.0.self_attn."
     shapes = {"q_a_proj": (6, 24), "q_b_proj": (32, 6), "kv_a_proj_with_mqa": (9, 24)}
     arrays = {f"{prefix}{name}.weight": np.ones(shapes[name], np.float32) for name in shapes}
@@ -48,8 +48,8 @@ def test_a_dry_run_shows_a_slice_and_what_stays_and_why(main, tmp_path, monkeypa
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = main("convert", str(tmp_path), "--dry-run", "--from", "interleaved", "--to", "half")
     shown = " ".join(done.out.split())
-    assert f"{prefix}q_b_proj.weight latent query 4 4:8 every 8 16 of 32" in shown
-    assert f"{prefix}kv_a_proj_with_mqa.weight latent key 1 5:9 4 of 9" in shown
+    assert f"{prefix}q_b_proj.weight latent query 4 4 to 7 and again every 8 16 of 32" in shown
+    assert f"{prefix}kv_a_proj_with_mqa.weight latent key 1 5 to 8 4 of 9" in shown
     assert f"{prefix}q_a_proj.weight a latent has no channels of heads" in shown
 
 

@@ -84,7 +84,7 @@ def convert(
     if dry_run:
         _warn(warnings)
         title = f"{source}: {todo.source} to {todo.target}, {len(todo.moves)} tensors move"
-        header = ("tensor", "kind", "heads", "slices", "rows")
+        header = ("tensor", "kind", "heads", "rows", "in all")
         rows = [_row(move) for move in todo.moves.values()]
     else:
         files = {shard.path: shard.state for shard in shards}
@@ -121,13 +121,14 @@ def _warn(warnings: tuple[str, ...]) -> None:
 
 
 def _row(move: "Move") -> tuple[str, ...]:
-    """Return a row of the plan; slices are the first of each run, and the distance to the next."""
-    slices = ", ".join(
-        f"{run.begin}:{run.begin + move.rotary_dim}" + f" every {run.stride}" * (run.heads > 1)
+    """Return a row of the plan: which rows move, of a run of heads those of the first."""
+    rows = ", ".join(
+        f"{run.begin} to {run.begin + move.rotary_dim - 1}"
+        + f" and again every {run.stride}" * (run.heads > 1)
         for run in move.runs
     )
-    rows = f"{move.heads * move.rotary_dim:,} of {move.size:,}"
-    return move.tensor, move.kind, str(move.heads), slices, rows
+    in_all = f"{move.heads * move.rotary_dim:,} of {move.size:,}"
+    return move.tensor, move.kind, str(move.heads), rows, in_all
 
 
 @contextmanager
