@@ -711,6 +711,14 @@ def test_bench_refuses_more_tokens_than_an_array_can_have(main):
     assert "Invalid value for '--seq': " in done.err
 
 
+def test_one_pair_and_one_token_are_told_in_the_singular(main, tmp_path):
+    path = tmp_path / "config.json"
+    factors = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    path.write_text(json.dumps({"head_dim": 8, "rope_parameters": factors}))
+    assert re.search(r"stand still +1 pair *\n", main("inspect", str(path)).out)
+    assert "llama-3.1-8b.json, 1 token\n" in main("decay", LLAMA, "--length", "1").out
+
+
 def test_errors_have_the_names_of_options(main, tmp_path):
     gemma = str(Path(__file__).parent / "configs" / "gemma-3-1b.json")
     assert_refused(main("inspect", gemma, "--layer-type", "full"), "pass --layer-type, one of full")

@@ -23,6 +23,15 @@ def brief(value: object) -> str:
     return text if len(text) <= MOST else f"{text[: MOST - 3]}..."
 
 
+def counted(count: int, thing: str) -> str:
+    """Return a number and what it counts, with an s unless it is one.
+
+    >>> counted(1, "token"), counted(4096, "token")
+    ('1 token', '4,096 tokens')
+    """
+    return f"{count:,} {thing}" + "s" * (count != 1)
+
+
 def nearest(value: object, choices: Iterable[str]) -> str:
     """Return a hint for an unknown name: the choice that is most like it; "" if none is.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..strict_json import JSON
+from ..words import counted
 from .app import (
     Config,
     ConfigOrGguf,
@@ -90,7 +91,7 @@ def _inspection_rows(report: dict[str, JSON]) -> list[tuple[str, str]]:
         shortest, longest = report["shortest_wavelength"], report["longest_wavelength"]
         rows.append(("wavelengths", f"{shortest:.4g} to {longest:,.0f} tokens"))
     if report["pairs_that_stand_still"]:
-        rows.append(("stand still", f"{report['pairs_that_stand_still']} pairs"))
+        rows.append(("stand still", counted(report["pairs_that_stand_still"], "pair")))
     if report["depends_on_length"]:
         rows.append(("depends on", "the length of each row"))
     return rows

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..words import counted
 from .app import Config, Json, LayerType, Part, app, entry_of, read_spec
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
@@ -64,7 +65,7 @@ def decay(
         (f"{distance:,}", f"{mean:.3f}", f"{value:.3f}")
         for distance, mean, value in zip(distances, curve, alike, strict=True)
     ]
-    print_table(f"{config}, {length:,} tokens", rows, ("distance", "mean |S_j|", "B_m"))
+    print_table(f"{config}, {counted(length, 'token')}", rows, ("distance", "mean |S_j|", "B_m"))
     if length < asked:
         typer.echo()
         print_text(of_window(length))
