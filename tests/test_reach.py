@@ -74,7 +74,7 @@ def test_a_scaling_that_covers_the_length_shows_no_new_angle():
     params = {"factor": 4.0, "original_max_position_embeddings": 4096}
     found = reach(Rotary(head_dim=128, schedule="yarn", params=params), 16384, 4096)
     assert found.unseen < 0.005
-    assert "every angle did occur there" in found.verdict
+    assert "every angle up to 16,384 tokens occurred in training." in found.verdict
     assert reach(LLAMA_2, 16384, 4096).unseen > 0.1
 
 
@@ -197,11 +197,18 @@ def test_distances_go_in_ones_twos_and_fives():
 
 @pytest.mark.parametrize(("length", "share"), [(4150, "0.4%"), (4100, "less than 0.1%")])
 def test_the_table_and_the_verdict_tell_one_share_of_new_angles(length, share):
-    """Their thresholds differed: "0.4%" beside "every angle did occur there"."""
+    """Their thresholds differed: "0.4%" beside "every angle did occur"."""
     found = reach(LLAMA_2, length, 4096)
     assert dict(found.rows())["angles not seen in training"].startswith(f"{share} up to")
-    assert f"{share} of the angles did not occur there" in found.verdict
+    said = f"{share} of the angles up to {length:,} tokens did not occur in training."
+    assert said in found.verdict
     assert "every angle" not in found.verdict
+
+
+def test_one_token_is_no_tokens():
+    found = reach(LLAMA_2, 1, 4096)
+    assert dict(found.rows())["length"] == "1 token; trained at 4,096"
+    assert "1 tokens" not in " ".join((found.verdict, *map(str, found.rows())))
 
 
 @pytest.mark.parametrize(("name", "rest"), [

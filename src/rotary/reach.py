@@ -22,6 +22,7 @@ from .configs import Config, choose, layer_types
 from .configs.hf import rotary_of
 from .spec import Rotary
 from .strict_json import JSON
+from .words import counted
 
 ROUNDING = 1e-9  # a smaller share of angles is rounding
 TOLERANCE = 1e-2  # rad; an angle that is off by more changes a float32 score visibly
@@ -85,13 +86,16 @@ class Reach(NamedTuple):
         """
         first = self.first_failure
         return [
-            ("length", f"{self.length:,} tokens; trained at {self.trained:,}"),
+            ("length", f"{counted(self.length, 'token')}; trained at {self.trained:,}"),
             ("first B_m < 0", "none" if first is None else f"distance {first:,}"),
             ("all B_m < 0", f"{self.failures:,} of {self.length:,} distances"),
             ("lowest B_m / B_0", f"{self.lowest:.4f} at distance {self.lowest_distance:,}"),
             ("critical dimension", f"{self.critical_dimension} of {2 * self.pairs} channels"),
             ("pairs with less than one turn in training", f"{self.never_turning} of {self.pairs}"),
-            ("angles not seen in training", f"{_share(self.unseen)} up to {self.length:,} tokens"),
+            (
+                "angles not seen in training",
+                f"{_share(self.unseen)} up to {counted(self.length, 'token')}",
+            ),
             ("longest wavelength", f"{self.longest_wavelength:,.0f} tokens"),
             ("float32 angles", f"within 1e-2 rad up to position {self.float32_positions:,}"),
         ]
@@ -233,10 +237,11 @@ def _share(unseen: float) -> str:
 
 def _sentences(result: Reach) -> Iterator[str]:
     """Yield the numbers in sentences, with what they do not mean."""
+    length, trained = counted(result.length, "token"), counted(result.trained, "token")
     if result.first_failure is None:
         yield (
             "Attention prefers a similar key to a random one at every distance up to "
-            f"{result.length:,} tokens (B_m >= 0); least at {result.lowest_distance:,}, where "
+            f"{length} (B_m >= 0); least at {result.lowest_distance:,}, where "
             f"{result.lowest:.3f} of the preference at distance 0 is left."
         )
     else:
@@ -244,20 +249,23 @@ def _sentences(result: Reach) -> Iterator[str]:
             f"Attention does not prefer a similar key to a random one at {result.failures:,} of "
             f"{result.length:,} distances (B_m < 0), first at {result.first_failure:,} tokens. "
             "That is an average over independent channels, not a limit: many good models are "
-            "trained past it and learn what RoPE alone does not give them. Look there first if "
-            "retrieval over such distances is weak."
+            "trained past it and learn what RoPE alone does not give them. If retrieval over "
+            "such distances is weak, suspect RoPE first."
         )
     if result.still_pairs:
         yield f"{result.still_pairs:g} pairs of channels are not rotated, at any distance."
     if not result.never_turning:
-        yield f"Every pair made a whole turn in the {result.trained:,} tokens of training."
+        yield f"Every pair made a whole turn in the {trained} of training."
     else:
         share, is_new = _share(result.unseen), result.unseen > ROUNDING
-        new = f"{share} of the angles did not" if is_new else "every angle did"
+        new = (
+            f"{share} of the angles up to {length} did not occur" if is_new else
+            f"every angle up to {length} occurred"
+        )  # fmt: skip
         yield (
             f"{result.never_turning} of {result.pairs} pairs made less than one turn in the "
-            f"{result.trained:,} tokens of training (critical dimension "
-            f"{result.critical_dimension}); up to {result.length:,} tokens {new} occur there."
+            f"{trained} of training (critical dimension {result.critical_dimension}); "
+            f"{new} in training."
         )
         if is_new:
             yield "The model can learn these only by fine-tuning at that length."
