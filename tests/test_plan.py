@@ -11,6 +11,7 @@ from libraries import of_transformers
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.bounds import first_failure
+from rotary.analysis.extension import option_rows
 from rotary.analysis.search import comb, min_base, safe_base
 from rotary.analysis.spectrum import whole_head
 from rotary.configs import choose, replace_rope
@@ -203,6 +204,19 @@ def test_a_method_is_named_as_the_configs_and_not_as_trained():
              "rope_scaling": {"type": "dynamic", "factor": 4.0}}  # fmt: skip
     reason = recommend_model(llama, 8192).reason
     assert "trained at 4,096 tokens; the config scales them by dynamic." in reason
+
+
+def test_a_share_that_the_table_shows_is_not_told_as_none():
+    """The table said 0.2%, and the sentence "0% of the angles"."""
+    found = recommend(1024, Rotary(head_dim=64), 1015)
+    table = {method: unseen for method, _, _, unseen, *_ in option_rows(found.options)}
+    assert table["none"] == "0.3%"
+    assert "Without scaling, less than 1% of the angles at 1,024 tokens" in found.reason
+
+
+def test_the_recommendation_is_a_list_with_commas():
+    how = dict(plan(512, Rotary(head_dim=64), 128).rows())["recommended"]
+    assert how.startswith("scaling: yarn, base 10,000, factor 4, ")
 
 
 @pytest.mark.parametrize(("schedule", "factor"), [("linear", 8.0), ("ntk", 1000.0)])

@@ -69,9 +69,9 @@ class Plan(NamedTuple):
         ('first B_m < 0 now', 'distance 725')
         """
         first, safe, spec = self.first_failure, self.safe_base, self.recommended
-        params = ", ".join(f"{name} {value:g}" for name, value in spec.params.items()
-                           if isinstance(value, int | float))  # fmt: skip
-        how = f"{self.action}: {spec.schedule}, base {spec.base:,.15g} {params}".rstrip()
+        numbers = [f"{name} {value:g}" for name, value in spec.params.items()
+                   if isinstance(value, int | float)]  # fmt: skip
+        how = ", ".join([f"{self.action}: {spec.schedule}", f"base {spec.base:,.15g}", *numbers])
         least = self.shown(self.min_base.base)
         return [
             ("recommended", how),
@@ -169,6 +169,11 @@ def of_bases(result: Plan) -> str:
     )
 
 
+def _share(unseen: float) -> str:
+    """Return a share of angles as text, which is 0% only if the table of all methods says 0.0%."""
+    return "less than 1%" if 5e-4 < unseen < 5e-3 else f"{unseen:.0%}"
+
+
 def _of_scaling(result: Recommendation) -> Iterator[str]:
     name, factor = result.recommended.schedule, result.recommended.params["factor"]
     schedule, context, trained = result.spec.schedule, result.context, result.trained
@@ -189,7 +194,3 @@ def _of_scaling(result: Recommendation) -> Iterator[str]:
     )
     if factor > 40:
         yield "Few models use a factor above 40: consider several steps, with tuning in between."
-
-
-def _share(unseen: float) -> str:
-    return "less than 1%" if 1e-9 < unseen < 5e-3 else f"{unseen:.0%}"

@@ -221,7 +221,8 @@ def option_rows(options: Iterable[Row]) -> list[tuple[str, ...]]:
     ('none', '1,707', '2,478')
     """
     return [
-        ("method", "first B_m < 0", "all", "unseen angles", "fastest pair x", "slowest x"),
+        ("method", "first B_m < 0", "all", "unseen angles", "fastest pair, new / old speed",
+         "slowest pair, new / old speed"),
         *(
             (row.method, "none" if row.first_failure is None else f"{row.first_failure:,}",
              f"{row.failures:,}", f"{row.unseen:.1%}", f"{row.fastest_ratio:.3g}",
