@@ -427,6 +427,21 @@ def test_what_attention_returns_may_be_rotated_back():
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma", "Olmoe", "NanoChat"])
+def test_norms_of_16_bits_are_not_taken_for_rotations(name, dtype):
+    """q before its norm, and residuals, are as near to a rotation as rounding may be at most."""
+    torch.manual_seed(0)
+    config = of_name(f"{name}Config")(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = transformers.AutoModel.from_config(config, dtype=dtype)
+    for layer in model.layers:
+        for norm in ("q_norm", "k_norm"):
+            if getattr(getattr(layer.self_attn, norm, None), "weight", None) is not None:
+                with torch.no_grad():
+                    getattr(layer.self_attn, norm).weight.normal_(1, 0.04)
+    assert rotary.from_model(model) == rotary.from_hf_config(config)
+
+
 def test_frequencies_that_are_trained_are_warned_of_and_measured():
     """Mistral Large 4 multiplies its frequencies by exp(alpha), parameters of the model."""
     torch.manual_seed(0)

@@ -76,6 +76,7 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
         amplitude = float(np.median(np.abs(ratio)))
         if (
             error.max() <= allowed
+            and np.sqrt((error**2).mean()) <= tolerance / 4 * scale  # a norm is off everywhere
             and np.abs(np.abs(ratio) - amplitude).max() <= 8 * tolerance * amplitude
             and amplitude > tolerance
             and np.abs(wrapped(np.angle(ratio / ratio[0]))).max() > max(2 * tolerance, _LEAST)
