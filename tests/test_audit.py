@@ -1,6 +1,7 @@
 """`rotary doctor` finds faults that are planted, and nothing in models that have none."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -72,6 +73,30 @@ def test_frequencies_of_another_config(model):
     assert "differ from the config by 5.0e-01" in advice(model)
     model.model.rotary_emb.inv_freq = torch.ones(3)
     assert "3 frequencies, the config says 8" in advice(model)
+
+
+AXIAL = {
+    "qwen2_5_vl": ("Qwen2_5_VLVisionConfig", "Qwen2_5_VLVisionRotaryEmbedding"),
+    "dinov3_vit": ("DINOv3ViTConfig", "DINOv3ViTRopePositionEmbedding"),
+    "minimax_m3_vl": ("MiniMaxM3VLVisionConfig", "MiniMaxM3VLVisionRotaryEmbedding"),
+}
+
+
+@pytest.mark.parametrize("family", AXIAL)
+def test_a_vision_tower_that_keeps_the_frequencies_of_one_axis_is_sound(family):
+    folder = f"transformers.models.{family}"
+    config, rope = AXIAL[family]
+    config = getattr(importlib.import_module(f"{folder}.configuration_{family}"), config)()
+    module = getattr(importlib.import_module(f"{folder}.modeling_{family}"), rope)(config)
+    module.config = config
+    spec = from_hf_config(config)
+    assert len(module.inv_freq) == spec.rotary_dim // 2 // len(set(spec.axes))
+    buffers = [each for each in audit(module) if each.where == "inv_freq"]
+    assert [(each.found, each.advice) for each in buffers] == [
+        (f"{len(module.inv_freq)} frequencies, as the config says", "")
+    ]
+    module.inv_freq.mul_(0.5)
+    assert "differ from the config by 5.0e-01" in advice(module)
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

@@ -202,12 +202,13 @@ def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
         spec = from_hf_config(config, prefix.rstrip("_") or None, strict=False)
     except ValueError as error:
         return count, f"not compared: {error}"
-    if spec is None or values.shape != (spec.rotary_dim // 2,):
-        others = "no" if spec is None else spec.rotary_dim // 2
+    stated = list(_frequencies_in_use(spec, module, prefix)) if spec else []
+    alike = [each for each in stated if each.shape == values.shape]
+    if not alike:
+        others = " or ".join(dict.fromkeys(str(len(each)) for each in stated)) or "no"
         return f"{count}, the config says {others}", "the module was built from another config"
     apart = min(
-        float(np.max(np.abs(values - each) / np.maximum(np.abs(each), 1e-30)))
-        for each in _frequencies_in_use(spec, module, prefix)
+        float(np.max(np.abs(values - each) / np.maximum(np.abs(each), 1e-30))) for each in alike
     )
     if apart > 1e-4:
         advice = "loaded from a checkpoint, or changed since: build the module again"
@@ -216,8 +217,16 @@ def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
 
 
 def _frequencies_in_use(spec: Rotary, module: Any, prefix: str) -> Iterator[Numbers]:
-    """Yield the frequencies that a sound module may have: also those that a long prompt left."""
-    yield inv_freq(spec)[0]
+    """Yield the frequencies that a sound module may have.
+
+    Beside those of the spec: those that a long prompt left, and, of a vision tower, those of one
+    axis, where all axes have the same.
+    """
+    whole = inv_freq(spec)[0]
+    yield whole
+    by_axis = [whole[np.equal(spec.axes, axis)] for axis in sorted(set(spec.axes))]
+    if len(by_axis) > 1 and all(np.array_equal(each, by_axis[0]) for each in by_axis):
+        yield by_axis[0]
     if spec.schedule == "longrope":  # max_seq_len_cached does not say which list is in use
         yield inv_freq(spec, spec.params["original_max_position_embeddings"] + 1)[0]
     elif spec.depends_on_length:
