@@ -3,10 +3,11 @@
 import dataclasses
 import importlib
 
+import numpy as np
 import pytest
 import torch
 
-from rotary import from_hf_config
+from rotary import from_hf_config, inv_freq
 from rotary.analysis.precision import longest_safe_position
 from rotary.audit import audit
 from rotary.configs import replace_rope
@@ -95,6 +96,17 @@ def test_a_vision_tower_that_keeps_the_frequencies_of_one_axis_is_sound(family):
     assert [(each.found, each.advice) for each in buffers] == [
         (f"{len(module.inv_freq)} frequencies, as the config says", "")
     ]
+    module.inv_freq.mul_(0.5)
+    assert "differ from the config by 5.0e-01" in advice(module)
+
+
+def test_frequencies_of_ernie_that_stand_one_axis_after_another_are_sound():
+    config = transformers.CONFIG_MAPPING["ernie4_5_vl_moe_text"]()
+    folder = "transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe"
+    module = importlib.import_module(folder).Ernie4_5_VLMoeTextRotaryEmbedding(config)
+    stated = inv_freq(from_hf_config(config))[0]
+    assert not np.allclose(module.inv_freq.numpy(), stated)
+    assert advice(module) == ""
     module.inv_freq.mul_(0.5)
     assert "differ from the config by 5.0e-01" in advice(module)
 

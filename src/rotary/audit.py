@@ -219,14 +219,16 @@ def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
 def _frequencies_in_use(spec: Rotary, module: Any, prefix: str) -> Iterator[Numbers]:
     """Yield the frequencies that a sound module may have.
 
-    Beside those of the spec: those that a long prompt left, and, of a vision tower, those of one
-    axis, where all axes have the same.
+    Beside those of the spec: those that a long prompt left; those of one axis after another, as
+    Ernie 4.5 VL has them; and those of one axis, where all have the same, as in vision towers.
     """
     whole = inv_freq(spec)[0]
     yield whole
-    by_axis = [whole[np.equal(spec.axes, axis)] for axis in sorted(set(spec.axes))]
-    if len(by_axis) > 1 and all(np.array_equal(each, by_axis[0]) for each in by_axis):
-        yield by_axis[0]
+    by_axis = [whole[np.equal(spec.axes, axis)] for axis in dict.fromkeys(spec.axes)]
+    if len(by_axis) > 1:
+        yield np.concatenate(by_axis)
+        if all(np.array_equal(each, by_axis[0]) for each in by_axis):
+            yield by_axis[0]
     if spec.schedule == "longrope":  # max_seq_len_cached does not say which list is in use
         yield inv_freq(spec, spec.params["original_max_position_embeddings"] + 1)[0]
     elif spec.depends_on_length:
