@@ -14,6 +14,7 @@ from rotary.configs import replace_rope
 from rotary.programs import readings
 
 transformers = pytest.importorskip("transformers")
+from families import tiny_model  # noqa: E402
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
@@ -109,6 +110,31 @@ def test_frequencies_of_ernie_that_stand_one_axis_after_another_are_sound():
     assert advice(module) == ""
     module.inv_freq.mul_(0.5)
     assert "differ from the config by 5.0e-01" in advice(module)
+
+
+def test_frequencies_of_layers_with_several_bases_are_compared_with_each():
+    model = tiny_model(transformers.AutoModel, "granite_swa", layer_rope_theta=[1e4, 5e5])
+    found = {each.where: each.found for each in audit(model) if "inv_freq" in each.where}
+    assert found == dict.fromkeys(
+        ("rotary_emb.inv_freq", "rotary_embs.0.inv_freq", "rotary_embs.1.inv_freq"),
+        "8 frequencies, as the config says",
+    )
+    assert advice(model) == ""
+    model.rotary_embs[1].inv_freq.mul_(0.5)
+    assert advice(model) == "rotary_embs.1.inv_freq: frequencies differ from the config by 5.0e-01"
+
+
+def test_frequencies_that_cannot_be_compared_are_no_fault():
+    """The encoder of Voxtral Realtime has a model_type that no config file has."""
+    folder = "transformers.models.voxtral_realtime"
+    config = importlib.import_module(f"{folder}.configuration_voxtral_realtime")
+    code = importlib.import_module(f"{folder}.modeling_voxtral_realtime")
+    module = torch.nn.ModuleList(
+        [code.VoxtralRealtimeRotaryEmbedding(config.VoxtralRealtimeEncoderConfig())]
+    )
+    (remark,) = audit(module)
+    assert remark.found.startswith("32 frequencies, not compared: model_type 'voxtral_realtime_")
+    assert (remark.advice, remark.is_fault) == ("", False)
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

@@ -12,7 +12,14 @@ from .analysis.precision import longest_safe_position
 from .angles import inv_freq
 from .checkpoint.files import CONFIG, MANIFEST, read_manifest
 from .checkpoint.layout import Seen, disagreement, seen_in_folder, seen_in_model, unread_layout
-from .configs import choose, from_diffusers_config, from_hf_config, layer_types, parts
+from .configs import (
+    ArgumentNeededError,
+    choose,
+    from_diffusers_config,
+    from_hf_config,
+    layer_types,
+    parts,
+)
 from .configs.diffusers import is_of_diffusers
 from .configs.hf import LAYOUT_MARK, rotary_of
 from .configs.record import Config
@@ -199,10 +206,12 @@ def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
     if config is None:
         return f"{count}, float32 or better", ""
     try:
-        spec = from_hf_config(config, prefix.rstrip("_") or None, strict=False)
+        specs = _specs(config, prefix.rstrip("_"))
+    except ArgumentNeededError as error:
+        return f"{count}, not compared: {error.reason}", ""
     except ValueError as error:
-        return count, f"not compared: {error}"
-    stated = list(_frequencies_in_use(spec, module, prefix)) if spec else []
+        return f"{count}, not compared: {error}", ""
+    stated = [each for spec in specs for each in _frequencies_in_use(spec, module, prefix)]
     alike = [each for each in stated if each.shape == values.shape]
     if not alike:
         others = " or ".join(dict.fromkeys(str(len(each)) for each in stated)) or "no"
@@ -214,6 +223,13 @@ def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
         advice = "loaded from a checkpoint, or changed since: build the module again"
         return f"frequencies differ from the config by {apart:.1e}", advice
     return f"{count}, as the config says", ""
+
+
+def _specs(config: Any, layer_type: str) -> list[Rotary]:
+    """Return the RoPE of a layer type; "": all RoPEs that the config states, of any layers."""
+    kinds = (layer_type,) if layer_type else layer_types(config) or (None,)
+    specs = [from_hf_config(config, kind, strict=False) for kind in kinds]
+    return [spec for spec in specs if spec]
 
 
 def _frequencies_in_use(spec: Rotary, module: Any, prefix: str) -> Iterator[Numbers]:
