@@ -260,6 +260,20 @@ def test_a_context_longer_than_trained():
     assert "65,536 is more than 8,192" in advice({**data, "max_position_embeddings": 65536})
 
 
+def test_a_longrope_without_a_factor_is_not_told_to_raise_it():
+    """Phi-3.5-MoE has amplitudes in place of a factor, and 131,072 of 4,096 trained positions."""
+    lists = {"short_factor": [1.0] * 64, "long_factor": [32.0] * 64}
+    rope = {"type": "longrope", **lists, "short_mscale": 1.2432, "long_mscale": 1.2432,
+            "original_max_position_embeddings": 4096}  # fmt: skip
+    data = {"model_type": "phimoe", "head_dim": 128, "max_position_embeddings": 131072,
+            "rope_theta": 1e4, "rope_scaling": rope}  # fmt: skip
+    assert advice(data) == ""
+    stretched = {"type": "longrope", **lists, "factor": 8.0}
+    data = {"model_type": "phi3", "max_position_embeddings": 131072, "rope_scaling": stretched,
+            "hidden_size": 4096, "original_max_position_embeddings": 4096}  # fmt: skip
+    assert "131,072 is more than 4,096 trained times 8" in advice(data)
+
+
 @pytest.mark.parametrize(
     "rope",
     [

@@ -157,10 +157,10 @@ def _rope(where: str, spec: Rotary | None) -> Remark:
 
 def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
     trained = spec.params.get("original_max_position_embeddings")
-    factor = spec.params.get("factor", 1.0)
+    factor = spec.params.get("factor")  # longrope may have none: its lists say how far it reaches
     # llama3 is not among them: its models were trained on more than this
     is_stretch = spec.schedule in ("linear", "yarn", "longrope")
-    if context and trained and is_stretch and context > 1.001 * trained * factor:
+    if context and trained and factor and is_stretch and context > 1.001 * trained * factor:
         yield Remark(
             where,
             f"max_position_embeddings {context:,} is more than {trained:,} trained times "
