@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from rotary import from_hf_config
 from rotary.audit import audit
+from rotary.configs import choose
 
 LAYERS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
           "num_hidden_layers": 3, "head_dim": 16}  # fmt: skip
@@ -89,6 +91,59 @@ def test_layers_of_a_type_without_rotation_are_none(monkeypatch, family, keys, c
         assert [from_hf_config(silent, kind) for kind in data["layer_types"]] == specs
     found = " ".join(remark.found for remark in audit(data))
     assert ("1 of 3 layers take no rotation: type full_attention" in found) == (count == 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("afmoe", {}),
+        ("afmoe", {"global_attn_every_n_layers": 3}),
+        ("cohere2", {}),
+        ("cohere2", {"sliding_window_pattern": 2}),
+        ("cohere2_moe", {"sliding_window_pattern": 3}),
+        ("cohere2_moe", {"first_k_dense_replace": 3}),
+        ("cohere2_moe", {"first_k_dense_replace": 5, "prefix_dense_sliding_window_pattern": 2}),
+        ("exaone4", {"sliding_window": 4096}),
+        ("exaone4", {"sliding_window": 4096, "sliding_window_pattern": 3}),
+        ("exaone_moe", {"sliding_window": 4096, "first_k_dense_replace": 3}),
+        ("kolibri1", {}),
+    ],
+)
+def test_types_that_the_class_makes_of_another_key_are_known(family, keys):
+    data = {"model_type": family, "num_hidden_layers": 11, "head_dim": 128, **keys}
+    made = transformers.AutoConfig.for_model(**data).to_dict()
+    assert choose(data).data["layer_types"] == made["layer_types"]
+    listed = {**data, "layer_types": made["layer_types"]}
+    assert audit(data) == audit(listed)
+    assert any("of 11 layers take no rotation" in remark.found for remark in audit(data))
+    for kind in set(made["layer_types"]):
+        assert from_hf_config(data, kind) == from_hf_config(listed, kind)
+
+
+def test_the_published_config_of_command_r7b_says_which_layers_do_not_rotate():
+    config = Path(__file__).with_name("configs") / "command-r7b.json"
+    assert from_hf_config(config, "full_attention") is None
+    assert from_hf_config(config, "sliding_attention") == from_hf_config(config)
+    assert [each.found for each in audit(config)][1:] == [
+        "8 of 32 layers take no rotation: type full_attention"
+    ]
+
+
+@pytest.mark.parametrize("value", [0, True, 1.5])
+def test_a_pattern_that_is_no_count_is_refused(value):
+    data = {"model_type": "exaone4", "num_hidden_layers": 8, "sliding_window_pattern": value}
+    with pytest.raises(ValueError, match=r"^sliding_window_pattern must be"):
+        from_hf_config(data)
+    assert from_hf_config({**data, "layer_types": ["full_attention"] * 8}, "full_attention") is None
+
+
+def test_a_pattern_in_letters_says_no_types():
+    """EXAONE 4 has "LLLG" beside its list; transformers fails where the list is missing."""
+    data = {"model_type": "exaone4", "num_hidden_layers": 8, "sliding_window_pattern": "LLLG"}
+    with pytest.raises(TypeError):
+        transformers.AutoConfig.for_model(**data, sliding_window=4096)
+    assert "layer_types" not in choose(data).data
+    assert from_hf_config(data) == from_hf_config({"model_type": "exaone4"})
 
 
 def test_layers_of_llama_4_without_rotation_are_none():

@@ -229,6 +229,9 @@ CODE: dict[str, dict[str, Any]] = {
 #   without_rotation which layers do not rotate: those of "no_rope_layers"; those of
 #                    "full_attention"; these only "beside windows", unless sliding_window is null;
 #                    or these only "of experts", while those without experts rotate
+#   full_every       key, and its default: every so many-th layer has full attention, where the file
+#                    lists no layer_types; key "" where the class has no key for it
+#   full_every_dense the same for the dense layers of mixture models, which come first
 #   latent_module    layers without this module have linear attention, which does not rotate
 #   refused          why the weights cannot be moved
 GATED = {"modules": {"q_proj": "query, with a gate"}}
@@ -236,6 +239,7 @@ KEYS_AS_VALUES = {"modules": {"o_proj": "output"}}
 PER_HEAD = {"modules": {"query_key_value": "query and key, per head"}}
 HIDDEN = {"refused": "hidden states are rotated, before the projection"}
 LINEAR = "left: linear attention does not rotate"
+PATTERN = {"full_every": ["sliding_window_pattern", 4]}
 WEIGHTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), GATED),
     **dict.fromkeys(
@@ -271,14 +275,20 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("smollm3", "llama4_text", "mistral_large4_text"), {"without_rotation": "no_rope_layers"}
     ),
+    **dict.fromkeys(("flint", "lara_mini"), {"without_rotation": "full_attention"}),
+    "afmoe": {
+        "without_rotation": "full_attention", "full_every": ["global_attn_every_n_layers", 4],
+    },
+    "cohere2": {"without_rotation": "full_attention", **PATTERN},
     **dict.fromkeys(
-        ("afmoe", "cohere2", "flint", "lara_mini"), {"without_rotation": "full_attention"}
+        ("exaone4", "exaone4_5_text", "exaone_moe"),
+        {"without_rotation": "full_attention beside windows", **PATTERN},
     ),
-    **dict.fromkeys(
-        ("exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"),
-        {"without_rotation": "full_attention beside windows"},
-    ),
-    "cohere2_moe": {"without_rotation": "full_attention of experts"},
+    "kolibri1": {"without_rotation": "full_attention beside windows", "full_every": ["", 5]},
+    "cohere2_moe": {
+        "without_rotation": "full_attention of experts", **PATTERN,
+        "full_every_dense": ["prefix_dense_sliding_window_pattern", 1],
+    },
     "bailing_hybrid": {
         "latent_module": "kv_a_proj_with_mqa",
         "modules": dict.fromkeys(("q_conv1d", "k_conv1d"), LINEAR),

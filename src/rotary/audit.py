@@ -22,6 +22,7 @@ from .configs import (
 )
 from .configs.diffusers import is_of_diffusers
 from .configs.hf import LAYOUT_MARK, rotary_of
+from .configs.layers import MOST_LAYERS
 from .configs.record import Config
 from .configs.values import length
 from .kernels import Numbers
@@ -30,7 +31,6 @@ from .spec import Rotary
 
 # radians: an angle that is off by more changes float32 attention visibly
 _TOLERANCE = 1e-2
-_MOST_LAYERS = 10_000  # that are counted
 # schedules that need the trained length; without one they take max_position_embeddings
 _STRETCHED = ("yarn", "longrope", "llama3")
 _UNREAD = (
@@ -134,7 +134,7 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
 def _layers_at_rest(where: str, config: Config) -> Iterator[Remark]:
     lists = [config.data.get(name) or () for name in ("layer_types", "no_rope_layers")]
     number = length("num_hidden_layers", config.data.get("num_hidden_layers"))
-    count = max(map(len, lists)) or min(number or 0, _MOST_LAYERS)
+    count = max(map(len, lists)) or min(number or 0, MOST_LAYERS)
     still = [layer for layer in range(count) if not config.rotates_layer(layer)]
     if still:
         kind, names = config.type_without_rotation, ("no_rope_layers", "no_rope_layer_interval")

@@ -14,7 +14,7 @@ from typing import Any
 from ..strict_json import JSON
 from ..words import brief, nearest
 from .files import load
-from .layers import Model, listed_layer_types, ropes
+from .layers import Model, listed_layer_types, ropes, with_layer_types
 from .record import Config
 
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
@@ -236,7 +236,7 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     model = MODELS[name]
     of_parts = model.get("parts", {})
     if part is None and (not of_parts or set(model) - _OF_PARTS):
-        return data, model
+        return with_layer_types(data, model), model
     if not of_parts:
         raise ValueError(f"model_type {name!r} has no part {brief(part)}: it is one model")
     key = part_key(data, part)

@@ -8,11 +8,15 @@ config as it is written, that is an error here, which says what to write.
 from collections.abc import Mapping
 
 from ..strict_json import JSON
-from .values import check_shapes, length
+from .values import check_shapes, length, whole_number
 
 Model = Mapping[str, JSON]
 Rope = dict[str, JSON]
 Entries = dict[str | None, Rope | None]  # by layer type; None for a layer type without rotation
+MOST_LAYERS = 10_000  # whose types are made or counted: more than any model has
+DENSE_COUNT = (
+    "first_k_dense_replace"  # how many layers of a mixture model, the first, have no experts
+)
 # keys of a few models that list bases or scaled layers
 _LISTS = ("layer_rope_theta", "rope_scaling_layers")
 
@@ -104,6 +108,37 @@ def listed_layer_types(data: Mapping[str, JSON]) -> tuple[str, ...]:
     ('full_attention',)
     """
     return tuple(data.get("layer_types") or ())
+
+
+def with_layer_types(data: Mapping[str, JSON], model: Model) -> Mapping[str, JSON]:
+    """Return a config without layer_types with those that its class makes of another key.
+
+    Only for models where they say which layers rotate, and for at most `MOST_LAYERS` layers.
+
+    >>> model = {"weights": {"full_every": ["sliding_window_pattern", 4]}}
+    >>> data = {"num_hidden_layers": 2, "sliding_window_pattern": 2}
+    >>> with_layer_types(data, model)["layer_types"]
+    ['sliding_attention', 'full_attention']
+    """
+    rules = model.get("weights", {})
+    layers = length("num_hidden_layers", data.get("num_hidden_layers"))
+    if "full_every" not in rules or layers is None or data.get("layer_types") is not None:
+        return data
+    if isinstance(data.get(rules["full_every"][0]), str):  # "LLLG": no class reads letters
+        return data
+    layers, types = min(layers, MOST_LAYERS), list[str]()
+    if "full_every_dense" in rules:
+        dense = whole_number(DENSE_COUNT, data.get(DENSE_COUNT) or 0, 0)
+        types = _types(data, rules["full_every_dense"], min(dense, layers))
+    return {**data, "layer_types": types + _types(data, rules["full_every"], layers - len(types))}
+
+
+def _types(data: Mapping[str, JSON], rule: tuple[str, int], count: int) -> list[str]:
+    """Return the types of `count` layers, of which every so many-th has full attention."""
+    key, usual = rule
+    value = data.get(key)
+    every = whole_number(key, usual if value is None else value, 1)
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 def _by_layer(rope: Rope, data: Mapping[str, JSON], model: Model) -> Entries | None:

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from ..spec import is_whole
 from ..strict_json import JSON
-from .layers import Model, Rope, listed_layer_types, rope_parameters
+from .layers import DENSE_COUNT, Model, Rope, listed_layer_types, rope_parameters
 from .values import length, whole_number
 
 _NO_ROPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
-_DENSE_PATTERN, _DENSE_COUNT = "prefix_dense_sliding_window_pattern", "first_k_dense_replace"
+_DENSE_PATTERN = "prefix_dense_sliding_window_pattern"
 
 
 class Config(NamedTuple):
@@ -67,7 +67,7 @@ class Config(NamedTuple):
         if rule != "full_attention of experts" or data.get(_DENSE_PATTERN, 1) != 1:
             return False
         kinds = data.get("mlp_layer_types")  # dense layers rotate
-        return kinds[layer] == "dense" if kinds else layer < (data.get(_DENSE_COUNT) or 0)
+        return kinds[layer] == "dense" if kinds else layer < (data.get(DENSE_COUNT) or 0)
 
     @property
     def type_without_rotation(self) -> str | None:
