@@ -560,6 +560,18 @@ def test_inspect_shows_every_layer_type(main):
     assert reports["full_attention"]["spec"]["schedule"] == "linear"
 
 
+def test_inspect_counts_the_layers_without_rotation(main):
+    for config, found in (
+        ("exaone-4.0-32b", "16 of 64 layers take no rotation: type full_attention"),
+        ("command-r7b", "8 of 32 layers take no rotation: type full_attention"),
+        ("smollm3-3b", "9 of 36 layers take no rotation: no_rope_layer_interval"),
+    ):
+        path = str(CONFIGS / f"{config}.json")
+        for command in ("inspect", "doctor"):
+            assert found in " ".join(main(command, path).out.split())  # the terminal cuts lines
+    assert "no rotation" not in main("inspect", LLAMA).out
+
+
 def test_inspect_names_the_other_parts_of_a_model(main):
     shown = main("inspect", str(CONFIGS / "qwen3-vl-8b.json"))
     assert "24 by axis 0" in shown.out

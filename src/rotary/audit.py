@@ -22,9 +22,6 @@ from .configs import (
 )
 from .configs.diffusers import is_of_diffusers
 from .configs.hf import LAYOUT_MARK, rotary_of
-from .configs.layers import MOST_LAYERS
-from .configs.record import Config
-from .configs.values import length
 from .kernels import Numbers
 from .layouts import LAYOUTS
 from .spec import Rotary
@@ -128,19 +125,8 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
                 is_hint=True,
             )
         yield from _lengths(where, spec, config.get("max_position_embeddings"))
-        yield from _layers_at_rest(where, config)
-
-
-def _layers_at_rest(where: str, config: Config) -> Iterator[Remark]:
-    lists = [config.data.get(name) or () for name in ("layer_types", "no_rope_layers")]
-    number = length("num_hidden_layers", config.data.get("num_hidden_layers"))
-    count = max(map(len, lists)) or min(number or 0, MOST_LAYERS)
-    still = [layer for layer in range(count) if not config.rotates_layer(layer)]
-    if still:
-        kind, names = config.type_without_rotation, ("no_rope_layers", "no_rope_layer_interval")
-        key = next((name for name in names if config.data.get(name)), "every fourth")
-        why = f"type {kind}" if kind else key
-        yield Remark(where, f"{len(still)} of {count} layers take no rotation: {why}")
+        if config.layers_at_rest:
+            yield Remark(where, config.layers_at_rest)
 
 
 def _rope(where: str, spec: Rotary | None) -> Remark:

@@ -17,6 +17,7 @@ from .app import (
     LayerType,
     Part,
     app,
+    entry_of,
     is_gguf,
     layers_differ,
     read_spec,
@@ -39,7 +40,8 @@ def inspect(
 ) -> None:
     """Show the RoPE of a config, for each layer type.
 
-    Prints the schedule and its parameters, the slice of the head, the layout, the wavelengths.
+    Prints the schedule and its parameters, the slice of the head, the layout, the wavelengths, and
+    how many layers take no rotation.
     """
     from ..configs import parts
 
@@ -56,7 +58,10 @@ def inspect(
         if report is None:
             print_table(title, [("rotation", "none: these layers have no rotary embedding")])
         else:
-            print_table(title, _inspection_rows(report))
+            entry = entry_of(config, kind, part)
+            at_rest = entry.layers_at_rest if entry else ""
+            rows = _inspection_rows(report)
+            print_table(title, [*rows, ("layers", at_rest)] if at_rest else rows)
     if others:
         typer.echo(f"other parts: {', '.join(others)}; choose one with --part", err=True)
 
@@ -150,8 +155,8 @@ def vectors(
     """Write test vectors (JSON), to check code in any language.
 
     They hold cos, sin, and q and k before and after the rotation.
-    There is one case for each layer type, and two if the frequencies depend on the length. An
-    existing file is overwritten. The page docs/conformance.md describes the format.
+    There is one case for each RoPE of the config, and two if the frequencies depend on the length.
+    An existing file is overwritten. The page docs/conformance.md describes the format.
     """
     from .. import testing
 

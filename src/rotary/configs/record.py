@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..spec import is_whole
 from ..strict_json import JSON
-from .layers import DENSE_COUNT, Model, Rope, listed_layer_types, rope_parameters
+from .layers import DENSE_COUNT, MOST_LAYERS, Model, Rope, listed_layer_types, rope_parameters
 from .values import length, whole_number
 
 _NO_ROPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
@@ -79,6 +79,24 @@ class Config(NamedTuple):
         if rule == "full_attention beside windows" and self.data.get("sliding_window", 1) is None:
             return None
         return "full_attention" if rule.startswith("full_attention") else None
+
+    @property
+    def layers_at_rest(self) -> str:
+        """How many layers take no rotation, and which, in words; "" if all rotate.
+
+        >>> model = {"weights": {"without_rotation": "no_rope_layers"}}
+        >>> Config({}, {"num_hidden_layers": 36}, model, None, True).layers_at_rest
+        '9 of 36 layers take no rotation: every fourth'
+        """
+        lists = [self.data.get(name) or () for name in ("layer_types", "no_rope_layers")]
+        number = length("num_hidden_layers", self.data.get("num_hidden_layers"))
+        count = max(map(len, lists)) or min(number or 0, MOST_LAYERS)
+        at_rest = sum(not self.rotates_layer(layer) for layer in range(count))
+        names = ("no_rope_layers", "no_rope_layer_interval")
+        key = next((name for name in names if self.data.get(name)), "every fourth")
+        kind = self.type_without_rotation
+        which = f"type {kind}" if kind else key
+        return f"{at_rest} of {count} layers take no rotation: {which}" if at_rest else ""
 
     @property
     def window(self) -> int | None:
