@@ -137,6 +137,28 @@ def test_a_pattern_that_is_no_count_is_refused(value):
     assert from_hf_config({**data, "layer_types": ["full_attention"] * 8}, "full_attention") is None
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("smollm3", "no_rope_layer_interval", "x"),
+        ("smollm3", "no_rope_layer_interval", -3),
+        ("cohere2_moe", "first_k_dense_replace", "x"),
+        ("cohere2_moe", "mlp_layer_types", 3),
+    ],
+)
+def test_a_key_of_layers_that_is_no_count_is_an_error_about_it(family, key, value):
+    data = {"model_type": family, "layer_types": ["full_attention"] * 4, key: value}
+    (found,) = [remark for remark in audit(data) if remark.is_fault]
+    assert found.found == "cannot be read"
+    assert found.advice.startswith(f"{key} must be")
+
+
+def test_layers_beyond_the_list_of_their_mlps_are_of_experts():
+    data = {"model_type": "cohere2_moe", "layer_types": ["full_attention"] * 4}
+    config = choose({**data, "mlp_layer_types": ["dense"]})
+    assert [config.rotates_layer(layer) for layer in range(4)] == [True, False, False, False]
+
+
 def test_a_pattern_in_letters_says_no_types():
     """EXAONE 4 has "LLLG" beside its list; transformers fails where the list is missing."""
     data = {"model_type": "exaone4", "num_hidden_layers": 8, "sliding_window_pattern": "LLLG"}

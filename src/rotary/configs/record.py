@@ -60,14 +60,17 @@ class Config(NamedTuple):
         if rule == "no_rope_layers":
             if flags := data.get(rule):  # 1: rotates
                 return layer >= len(flags) or bool(flags[layer])
-            return (layer + 1) % (data.get("no_rope_layer_interval") or _NO_ROPE_EVERY) != 0
+            name = "no_rope_layer_interval"
+            return (layer + 1) % whole_number(name, data.get(name) or _NO_ROPE_EVERY, 1) != 0
         types = listed_layer_types(data)
         if layer >= len(types) or types[layer] != self.type_without_rotation:
             return True
         if rule != "full_attention of experts" or data.get(_DENSE_PATTERN, 1) != 1:
             return False
         kinds = data.get("mlp_layer_types")  # dense layers rotate
-        return kinds[layer] == "dense" if kinds else layer < (data.get(DENSE_COUNT) or 0)
+        if kinds:
+            return layer < len(kinds) and kinds[layer] == "dense"
+        return layer < whole_number(DENSE_COUNT, data.get(DENSE_COUNT) or 0, 0)
 
     @property
     def type_without_rotation(self) -> str | None:

@@ -32,6 +32,7 @@ def length(name: str, value: JSON) -> int | None:
 # key -> what its list must hold
 _SHAPES: dict[str, tuple[str, Callable[[JSON], bool]]] = {
     "layer_types": ("a list of names", lambda value: isinstance(value, str)),
+    "mlp_layer_types": ("a list of names", lambda value: isinstance(value, str)),
     "layer_rope_theta": (
         "a list of numbers, null where a layer has no RoPE",
         lambda value: value is None or is_whole(value) or isinstance(value, float),
