@@ -308,6 +308,20 @@ def test_a_model_without_config_and_without_rope():
     assert audit(torch.nn.Linear(2, 2)) == []
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"model_type": "bert"},
+        {"model_type": "bloom", "hidden_size": 1024, "n_head": 16},
+        {"model_type": "t5"},
+        {"model_type": "falcon", "alibi": True},
+        {"model_type": "wav2vec2-bert"},
+    ],
+)
+def test_a_model_without_rope_has_no_fault(data):
+    assert audit(data) == [("config", "no rotation", "", False)]
+
+
 def test_layers_without_rotation_are_counted():
     data = {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 9}
     assert any("9 of 36 layers take no rotation" in each.found for each in audit(data))

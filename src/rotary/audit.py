@@ -14,6 +14,7 @@ from .checkpoint.files import CONFIG, MANIFEST, read_manifest
 from .checkpoint.layout import Seen, disagreement, seen_in_folder, seen_in_model, unread_layout
 from .configs import (
     ArgumentNeededError,
+    NoRopeError,
     choose,
     from_diffusers_config,
     from_hf_config,
@@ -94,6 +95,8 @@ def _configs(subject: object) -> list[Remark]:
     for part in found or (None,):
         try:
             remarks += _config(subject, part)
+        except NoRopeError:
+            remarks.append(_rope(part or "config", None))
         except ValueError as error:
             remarks.append(Remark(part or "config", "cannot be read", str(error)))
     return remarks

@@ -9,6 +9,7 @@ state, `without_rope.json` the model types that do not rotate. Other formats: `d
 from .diffusers import from_diffusers_config as from_diffusers_config
 from .entries import MODELS as MODELS
 from .entries import ArgumentNeededError as ArgumentNeededError
+from .entries import NoRopeError as NoRopeError
 from .entries import UnknownModelError as UnknownModelError
 from .entries import choose as choose
 from .entries import layer_types as layer_types

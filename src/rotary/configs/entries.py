@@ -107,6 +107,10 @@ class UnknownModelError(ArgumentNeededError):
     """The model_type of a config is not known, or not as one that rotates."""
 
 
+class NoRopeError(UnknownModelError):
+    """The model_type of a config is one that does not rotate."""
+
+
 def choose(
     config: Any,
     layer_type: str | None = None,
@@ -225,7 +229,7 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
             raise ValueError(f"part {brief(part)} needs a config with model_type")
         return data, {"partial_rotary_factor": 1.0, "mscales": True, "alpha": True}
     if name in _WITHOUT_ROPE:
-        raise UnknownModelError(
+        raise NoRopeError(
             f"model_type {name!r} has no RoPE in transformers",
             f"if this model's own code rotates, {_ALTERNATIVES}",
         )
