@@ -322,6 +322,14 @@ def test_a_model_without_rope_has_no_fault(data):
     assert audit(data) == [("config", "no rotation", "", False)]
 
 
+def test_a_buffer_that_a_model_without_rotation_does_not_read_is_no_fault():
+    model = tiny_model(transformers.AutoModel, "falcon", alibi=True)
+    assert [each.found for each in audit(model)] == [
+        "no rotation", "8 frequencies, the config says no rotation"
+    ]  # fmt: skip
+    assert advice(model) == ""
+
+
 def test_layers_without_rotation_are_counted():
     data = {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0] * 9}
     assert any("9 of 36 layers take no rotation" in each.found for each in audit(data))
