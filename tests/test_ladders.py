@@ -354,10 +354,10 @@ def test_the_command_reads_a_curve(main, tmp_path):
         ("--keep 500", "--keep must be in 1 .. 100, the length, got 500"),
         ("--keep 50 --power 1", "--power cannot be given without --at-least"),
         ("--at-least 0.5", "--at-least needs --until N"),
-        ("--at-least 1.5 --until 9", "at_least is a share of B_0, in 0 .. 1; got 1.5"),
-        ("--at-least 0.5 --until 9 --power 1 --scale 2", "one of power, scale and at_most"),
+        ("--at-least 1.5 --until 9", "--at-least is a share of B_0, in 0 .. 1; got 1.5"),
+        ("--at-least 0.5 --until 9 --power 1 --scale 2", "one of --power, --scale and --at-most"),
         ("--at-least 0.5 --until 9 --power -1", "power must be > 0, got -1"),
-        ("--keep 9 --longest-wavelength 3", "longest_wavelength 3 must be longer than"),
+        ("--keep 9 --longest-wavelength 3", "--longest-wavelength 3 must be longer than"),
         ("--keep 9 --starts 0", "starts must be in 1 .. 48, got 0"),
         ("--curve CURVE", "curve.csv, line 2: must be a whole distance, a comma and a number"),
         (

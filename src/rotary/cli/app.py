@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,7 +49,8 @@ _OPTIONS = {
     r"^both layouts are": "--from and --to are both",
     r"read it with rotary\.configs\.from_gguf": "give the config.json of the model",
 }
-_WRONG_USAGE: Any = typer.BadParameter.__base__  # UsageError of Click, or of Typer's copy of it
+# UsageError of Click, or of Typer's copy of it
+_WRONG_USAGE: type[typer.BadParameter] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def main() -> None:
                     shown(message, category, *where)  # type: ignore[arg-type]
 
             warnings.showwarning = show  # type: ignore[assignment]  # of any other arguments
-            sys.exit(app(standalone_mode=False))  # True prints wrong usage on many lines
+            sys.exit(app(standalone_mode=False) or 0)  # True prints wrong usage on many lines
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):
             raise
@@ -89,12 +90,13 @@ def main() -> None:
         sys.exit(1)
 
 
-def _usage(error: Any) -> str:
+def _usage(error: typer.BadParameter) -> str:
     """Return what is wrong with the options and arguments, in one line."""
     text = " ".join(error.format_message().split()).rstrip(".")
     text = re.sub(r"Value error, |, unable to parse string as an? \w+", "", text)
     text = text.replace("Input should be", "must be")
-    return f"{text} (see {error.ctx.command_path} --help)"
+    where = "rotary" if error.ctx is None else error.ctx.command_path
+    return f"{text} (see {where} --help)"
 
 
 def _as_options(text: str) -> str:
