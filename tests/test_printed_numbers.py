@@ -281,5 +281,6 @@ def test_the_page_counts_the_critical_dimensions_of_the_table_of_models():
         made = models.published(name)
         found = views.wavelengths(look(Side(model=name), made.context))
         assert found.words.endswith(f"dimension is {row['critical dimension']}."), name
-        scaled = made.spec != before_scaling(made.spec)
+        before = before_scaling(made.spec)  # MiniCPM3 was trained with its factors
+        scaled = made.spec != before and model != "minicpm3-4b"
         assert ("Before scaling" in found.words) == scaled, name

@@ -31,7 +31,8 @@ def wavelengths(look: Look) -> Picture:
     waves = spectrum.wavelengths(look.spec, look.context)
     never = int(spectrum.never_turning(look.before, look.trained).sum())
     critical = spectrum.critical_dimension(look.before, look.trained)
-    before = "" if look.before == look.spec else "Before scaling "
+    is_scaled = look.before != look.spec and look.before.schedule != "custom"
+    before = "Before scaling " if is_scaled else ""
     moving = waves[np.isfinite(waves)]
     still = f"; {len(waves) - len(moving)} stand still" if len(moving) < len(waves) else ""
     words = (

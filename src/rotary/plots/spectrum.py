@@ -71,7 +71,7 @@ def wavelengths(
         if trained is not None:
             before = spectrum.before_scaling(spec)
             name += f", critical dimension {spectrum.critical_dimension(before, trained)}"
-            name += "" if before == spec else " before scaling"
+            name += "" if before == spec or before.schedule == "custom" else " before scaling"
         entries.append((name, line))
     panel.margins(y=0.08)
     label(panel, PAIR, "wavelength, tokens", "Wavelength of every pair, after scaling")
