@@ -14,9 +14,7 @@ Model = Mapping[str, JSON]
 Rope = dict[str, JSON]
 Entries = dict[str | None, Rope | None]  # by layer type; None for a layer type without rotation
 MOST_LAYERS = 10_000  # whose types are made or counted: more than any model has
-DENSE_COUNT = (
-    "first_k_dense_replace"  # how many layers of a mixture model, the first, have no experts
-)
+DENSE_COUNT = "first_k_dense_replace"  # in mixture models: how many of the first have no experts
 # keys of a few models that list bases or scaled layers
 _LISTS = ("layer_rope_theta", "rope_scaling_layers")
 
