@@ -198,6 +198,15 @@ def test_the_share_of_unseen_angles_is_that_of_what_is_recommended(context):
     assert f"did not occur in training, with llama3 {unseen:.0%}." in found.reason
 
 
+def test_the_length_of_a_linear_config_may_be_either():
+    """Vicuna 16k writes 4096, which its factor 4 stretches; Gemma 3 writes what it reaches."""
+    vicuna = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": 4096,
+              "rope_scaling": {"type": "linear", "factor": 4.0}}  # fmt: skip
+    assert "before the factor 4 or the one it reaches" in recommend_model(vicuna, 32768).reason
+    # as the sentence advises for 32,768 tokens
+    assert recommend_model(vicuna, 32768 // 4).recommended.params["factor"] == 4.0 * 32768 / 16384
+
+
 def test_a_method_is_named_as_the_configs_and_not_as_trained():
     """Dynamic NTK changes nothing up to the trained length."""
     llama = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": 4096,

@@ -179,6 +179,13 @@ def _of_scaling(result: Recommendation) -> Iterator[str]:
     schedule, context, trained = result.spec.schedule, result.context, result.trained
     scaled = "" if schedule == "default" else f"; the config scales them by {schedule}"
     yield f"The weights were trained at {trained:,} tokens{scaled}."
+    if schedule == "linear":  # Gemma 3 writes the length that it reaches, Vicuna the one before
+        old = f"{result.spec.params['factor']:g}"
+        yield (
+            f"The config does not say whether that is the length before the factor {old} or the "
+            f"one it reaches; the latter is assumed. If it is the former, plan for a context {old} "
+            "times smaller."
+        )
     plain = next((option for option in result.options if option.method == "none"), None)
     if plain is not None and trained is not None:
         # the options have the factor context / trained, and the recommended one may have another
