@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import document, in_process, kept
+from tools import make_model_table
 
 import rotary
 from rotary import Rotary, plots
@@ -229,6 +230,10 @@ def pictures():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_page_of_models_is_what_its_tool_writes():
+    assert make_model_table.page() == (ROOT / "docs" / "models.md").read_text()
 
 
 def test_the_gallery_shows_the_numbers_of_the_table_of_models(pictures):

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from rotary import Rotary, from_hf_config, inv_freq
-from rotary.configs import layer_types
+from rotary.configs import ArgumentNeededError, layer_types
 
 ROOT = Path(__file__).parent.parent / "docs"
 CONFIGS = ROOT.parent / "tests" / "configs"
@@ -16,7 +16,7 @@ HEAD = """\
 configs and refuses {refused}, because their models run on code of their own that this library does
 not know.
 
-`tests/test_configs.py` compares the results with the classes of transformers 5.23. They are equal
+`tests/test_configs.py` compares the results with the classes of transformers 5.24. They are equal
 bit for bit, except for the roundings in [DIFFERENCES.md](../tests/golden/DIFFERENCES.md).
 internlm2, kimi_k2 and phi3_v are not compared, because their code is published with their weights
 and not in transformers. For gptj, codegen and roformer `tests/test_parity.py` compares the
@@ -31,13 +31,13 @@ head; "schedule" shows the factor after x; "amplitude" is the attention factor.
 """
 
 
-def main() -> None:
-    """Read every config, write one table."""
+def page() -> str:
+    """The page: every config is read."""
     paths = sorted(CONFIGS.glob("*.json"))
     rows = [line for path in paths for line in rows_of(path)]
     refused = sum("| refused: " in line for line in rows)
     head = HEAD.format(count=len(paths), read=len(paths) - refused, refused=refused)
-    (ROOT / "models.md").write_text(head + "\n".join(rows) + "\n")
+    return head + "\n".join(rows) + "\n"
 
 
 def rows_of(path: Path) -> list[str]:
@@ -45,8 +45,8 @@ def rows_of(path: Path) -> list[str]:
     try:
         kinds = layer_types(path) or (None,)
         specs = [(kind, from_hf_config(path, kind)) for kind in kinds]
-    except ValueError as error:
-        return [f"| {path.stem} | refused: {error} | | | | | |"]
+    except ArgumentNeededError as error:
+        return [f"| {path.stem} | refused: {error.reason} | | | | | |"]
     return [f"| {path.stem} | {kind or ''} | {row(spec)} |" for kind, spec in specs]
 
 
@@ -69,4 +69,4 @@ def row(spec: Rotary | None) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()
-    main()
+    (ROOT / "models.md").write_text(page())
