@@ -750,3 +750,44 @@ def test_tiles_cover_every_row_once(rows, threads, monkeypatch):
             assert_bits(got, want)
     jobs.call_of.cache_clear()
     cpu._ready_call.cache_clear()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_q_and_k_in_any_two_orders_of_memory(is_in_place, threads, monkeypatch):
+    """Rows of the tables are read once where q and k use them tile by tile, and twice elsewhere."""
+    monkeypatch.setattr(pool, "SERIAL_BYTES", 0)
+    monkeypatch.setattr(pool, "count", lambda: threads)
+    monkeypatch.setattr(jobs, "_TILES", 1)
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        jobs.call_of.cache_clear()
+        cpu._ready_call.cache_clear()
+        least, most = sorted(rng.choice([1, 2, 3, 4, 6], 2))  # rows of the tables in a tile
+        monkeypatch.setattr(jobs, "TILE_BYTES", 2 * 4 * 4 * least)
+        monkeypatch.setattr(jobs, "MOST_TILE_BYTES", 2 * 4 * 4 * most)
+        batch, seq = rng.choice([1, 2, 3, 5]), rng.choice([1, 2, 3, 5, 7, 12])
+        xs = []
+        for heads in rng.choice([1, 2, 3, 5, 19], 2):
+            order = rng.permutation(3)
+            memory = rng.standard_normal((*np.array([batch, heads, seq])[order], 8), np.float32)
+            xs.append(memory.transpose(*np.argsort(order), 3))
+        windows = [
+            np.lib.stride_tricks.sliding_window_view(numbers(each, (batch + seq - 1, 4)), seq, 0)
+            for each in range(2)
+        ]  # row seq of batch is row batch + seq of one table
+        cos, sin, rows = {
+            0: (*tables((seq,), 4), None),
+            1: (*tables((batch, seq), 4), None),
+            2: (*tables((11,), 4), rng.integers(0, 11, seq)),
+            3: (*tables((11,), 4), rng.integers(0, 11, (batch, seq))),
+            4: (*[window.transpose(0, 2, 1) for window in windows], None),
+        }[rng.integers(5)]
+        arguments = cos, sin, rows, Options()
+        wanted = [formula(x, *(t if rows is None else t[rows] for t in (cos, sin)), Options())
+                  for x in xs]  # fmt: skip
+        results = _cpu(xs, *arguments, tuple(xs) if is_in_place else None)
+        for got, want in zip(results, wanted, strict=True):
+            assert_bits(got, want)
+    jobs.call_of.cache_clear()
+    cpu._ready_call.cache_clear()

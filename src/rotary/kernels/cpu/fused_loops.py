@@ -23,17 +23,15 @@ from .llvm import fence, load_double, load_int, record, store_double
 from .loops import (
     TAGS,
     Loop,
-    ahead_of,
-    aligned,
     are_apart,
     are_inside,
     as_check,
     as_loop,
-    table_memory,
     whole_numbers,
 )
 from .parts import next_part, own_number, share_of
 from .rows import MODES, PLAIN, STREAMING, table_rows
+from .tiles import ahead_of, aligned, table_memory, tile_at, tiles_of
 from .vectors import CACHE_LINE
 
 # `size` and the strides of arrays, each on three axes: `gain` is that of the weights, `root` of
@@ -78,19 +76,6 @@ _SIZE = OPERANDS.itemsize
 
 
 @inlined
-def _tile(piece, at):
-    """Return the indices on the three axes where tile `at` begins, and its number of rows."""
-    others = piece.size_0 * piece.size_1  # indices of the other two axes
-    k, other = at // others * piece.tile, at % others
-    return other // piece.size_1, other % piece.size_1, k, min(piece.tile, piece.size_2 - k)
-
-
-@inlined
-def _tiles(piece):
-    return piece.size_0 * piece.size_1 * ((piece.size_2 + piece.tile - 1) // piece.tile)
-
-
-@inlined
 def _gain(tag, piece, weight):
     """Return the rows of weights as the loops read them, and a cache line of ones after them."""
     size = piece.weights * piece.width * piece.real
@@ -123,7 +108,7 @@ def _offsets(piece, slots, step, count, offsets):
 def _fused_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
-    first, last = share_of(job.threads * job.parts, _tiles(piece), part)
+    first, last = share_of(job.threads * job.parts, tiles_of(piece), part)
     weights = _gain(tag, piece, operands.weight)
     ones = piece.weights * piece.width * piece.real
     roots = np.ones(piece.tile + 1, np.float64)  # the last one stays 1
@@ -131,7 +116,7 @@ def _fused_tiles(tag, job, address, part):
     offsets = empty(piece.tile if operands.slots else 0, np.int64)
     table, last_key = table_memory(piece, piece.pairs), (0, 0, 0)
     for at in range(first, last):
-        i, j, k, count = _tile(piece, at)
+        i, j, k, count = tile_at(piece, at)
         x = operands.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
         out = operands.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
         row = i * piece.table_0 + j * piece.table_1 + k * piece.table_2
@@ -174,10 +159,10 @@ def _fused_tiles(tag, job, address, part):
 def _square_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
-    first, last = share_of(job.threads * job.parts, _tiles(piece), part)
+    first, last = share_of(job.threads * job.parts, tiles_of(piece), part)
     partial = empty(8 * piece.tile + 8, np.float64)
     for at in range(first, last):
-        i, j, k, count = _tile(piece, at)
+        i, j, k, count = tile_at(piece, at)
         x = operands.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2
         sums = operands.out + i * piece.out_0 + j * piece.out_1 + k * piece.out_2
         square_rows(tag, x, piece.x_2, piece.width, count, aligned(partial))
@@ -188,7 +173,7 @@ def _square_tiles(tag, job, address, part):
 def _back_tiles(tag, job, address, part):
     operands = _operands(address)
     piece = _piece(operands.form)
-    first, last = share_of(job.threads * job.parts, _tiles(piece), part)
+    first, last = share_of(job.threads * job.parts, tiles_of(piece), part)
     weights = _gain(tag, piece, operands.weight)
     turned = empty(piece.tile * piece.width, np.float64)
     own = empty((2, piece.tile), np.float64)
@@ -197,7 +182,7 @@ def _back_tiles(tag, job, address, part):
     roots, dots = own[0], own[1]
     read = operands.mode - STREAMING if operands.mode >= STREAMING else operands.mode
     for at in range(first, last):
-        i, j, k, count = _tile(piece, at)
+        i, j, k, count = tile_at(piece, at)
         # inside the loop, since Numba frees an array after the last line that names it
         to_roots, to_dots, to_turned = roots.ctypes.data, dots.ctypes.data, turned.ctypes.data
         x = operands.x + i * piece.x_0 + j * piece.x_1 + k * piece.x_2

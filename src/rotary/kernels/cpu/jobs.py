@@ -4,6 +4,7 @@ What depends on shapes, strides and types is computed once; each call then only 
 NumPy arrays and torch tensors use the same code, and nothing is wrapped or copied.
 """
 
+import itertools
 import math
 import sysconfig
 from array import array
@@ -179,6 +180,7 @@ def call_of(
     def job_of(steps: Sequence[Array], size: int, reach: Array | int) -> Job:
         form = np.zeros((), loops.FORM)
         form["k"]["tile"] = 1
+        form["share_rows"] = len(steps) == 2 and _table_walk(steps[0]) == _table_walk(steps[1])
         for name, each in zip(("q", "k"), steps, strict=False):
             form[name] = each
         form["pairs"], form["sign"] = geometry.pairs, -1 if geometry.conjugate else 1
@@ -308,7 +310,23 @@ def walk(
     share = math.prod([size for size, *_ in inner]) // (_TILES * threads.PARTS * threads.count())
     # larger if all rows share one table row
     steps["tile"] = max(least, min(most, share)) if table_step else 4 * least
+    tiles = -(-int(steps["size_2"]) // int(steps["tile"]))
+    outer, sizes = _outer_axes(steps), [int(steps[f"size_{axis}"]) for axis in range(2)]
+    steps["groups"], steps["members"] = tiles * math.prod(sizes[:outer]), math.prod(sizes[outer:])
     return offsets, steps
+
+
+def _outer_axes(steps: Array) -> int:
+    """Return how many of the first two axes of loops.STEPS lead to other rows of the table."""
+    return 2 if steps["table_1"] else 1 if steps["table_0"] else 0
+
+
+def _table_walk(steps: Array) -> tuple[int, ...]:
+    """Return all that decides which rows of the table each group of loops.STEPS uses."""
+    outer = [(f"size_{axis}", f"table_{axis}") for axis in range(_outer_axes(steps))]
+    names = ["groups", "table_2", *itertools.chain(*outer)]
+    names += ["size_2", "tile"] if steps["table_2"] else []
+    return tuple([int(steps[name]) for name in names])
 
 
 def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -29,6 +29,7 @@ from .llvm import (
 )
 from .parts import next_part, own_number, share_of
 from .rows import STREAMING, rotate_rows, table_rows
+from .tiles import ahead_of, aligned, place_of, table_memory
 from .vectors import CACHE_LINE
 
 # a NumPy scalar for each dtype: in compiled code, its type stands for the dtype
@@ -46,7 +47,8 @@ def whole_numbers(*names: str) -> np.dtype[np.void]:
 
 # How the rows of one tensor lie in memory; all in bytes but the sizes and the tile. The last axis
 # is cut into tiles of rows. A tile is rotated for every index of the other axes before the next
-# one, so that its rows of the table stay in the first cache
+# one, so that its rows of the table stay in the first cache: of all these tiles, each of `groups`
+# has `members` that use the same rows of the table
 STEPS = whole_numbers(
     *("size_0", "size_1", "size_2", "x_0", "x_1", "x_2", "out_0", "out_1", "out_2"),
     *("table_0", "table_1", "table_2"),  # of the table, or of the row numbers
@@ -54,16 +56,17 @@ STEPS = whole_numbers(
     "line",  # of a table row as the loops read it, 0 if the rows of the last axis share one
     *("start", "head"),  # where the rotated channels begin, and how much is copied before them
     *("tail", "tail_size"),  # what is copied after them
-    "tile",
+    *("tile", "groups", "members"),
 )
 # What calls of one form share. `angles` is the address of a record ANGLES if there are no tables,
-# `rotation` that of the code for the dtype. `reach` is where q, k, cos, sin, rows, q_out and k_out
-# begin and end, counted from their addresses
+# `rotation` that of the code for the dtype. q and k may `share_rows`: each group of q uses the same
+# rows of the table as that of k. A job that `is_long` releases the GIL. `reach` is where q, k, cos,
+# sin, rows, q_out and k_out begin and end, counted from their addresses
 FORM = np.dtype(
     [("q", STEPS), ("k", STEPS)]
     + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit")]
     + [(name, np.int64) for name in ("angles", "rotation")]
-    + [("is_long", np.int64)]  # the GIL is released while the job runs
+    + [("share_rows", np.int64), ("is_long", np.int64)]
     + [("reach", np.int64, (7, 2))]
 )
 # A job begins with the number of threads, the number of parts for each thread, and the address of
@@ -93,54 +96,46 @@ _ROTATION_TAKEN, _TABLE_TAKEN = _offset(ROTATION, "taken"), _offset(TABLE, "take
 
 
 @inlined
-def table_memory(steps, pairs):
-    """Return memory for the rows of the tables that the rows of one tile use."""
-    count = min(steps.tile, steps.size_2) * steps.line + 32 * pairs + CACHE_LINE
-    return empty(count // 8, np.float64)
-
-
-@inlined
-def aligned(array):
-    """Return the first address in an array at which a cache line begins."""
-    return (array.ctypes.data + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
-
-
-@inlined
-def ahead_of(steps, i, j, strides):
-    """Return the bytes from a row of a tile to the one at its place in the next tile."""
-    if i + 1 == steps.size_0 and j + 1 == steps.size_1:
-        return steps.tile * strides[2] - i * strides[0] - j * strides[1]
-    return strides[1] if j + 1 < steps.size_1 else strides[0] - j * strides[1]
-
-
-@inlined
-def _rotate_tiles(tag, form, mode, steps, x, out, cos, sin, rows, parts, part):
-    others = steps.size_0 * steps.size_1  # indices of the other two axes
-    first, last = share_of(parts, others * ((steps.size_2 + steps.tile - 1) // steps.tile), part)
-    table, last_row = table_memory(steps, form.pairs), 0
-    for at in range(first, last):
-        k, other = at // others * steps.tile, at % others
-        i, j = other // steps.size_1, other % steps.size_1
+def _rotate_tiles(tag, mode, form, steps, x, out, table, place, count, tiles):
+    """Rotate tiles of `count` rows that use one table, the first at `place`; return the next."""
+    i, j, k = place
+    for _ in range(tiles):
         source = x + i * steps.x_0 + j * steps.x_1 + k * steps.x_2
         target = out + i * steps.out_0 + j * steps.out_1 + k * steps.out_2
-        row = i * steps.table_0 + j * steps.table_1 + k * steps.table_2
         ahead = ahead_of(steps, i, j, (steps.x_0, steps.x_1, steps.x_2))
-        count = min(steps.tile, steps.size_2 - k)
-        if at == first or row != last_row:
-            tables, last_row = (cos, sin, rows, row), row
-            table_rows(tag, mode, form, steps, tables, count, aligned(table))
-        rotate_rows(tag, mode, form, steps, source, target, aligned(table), count, ahead)
-    if mode >= STREAMING:
-        fence()
+        rotate_rows(tag, mode, form, steps, source, target, table, count, ahead)
+        i, j = (i, j + 1) if j + 1 < steps.size_1 else (i + 1, 0)
+    return (i, j, k) if i < steps.size_0 else (0, 0, k + steps.tile)
 
 
 def _rotation_of(tag: np.generic) -> Callable[..., None]:
     def rotate(form, mode, q, q_out, k, k_out, cos, sin, rows, parts, part):
-        for side in range(2):  # one call in a loop, or the compiler inlines the rotation twice
-            steps, x, out = (form, q, q_out) if side == 0 else (form + _K, k, k_out)
-            _rotate_tiles(
-                tag, _form(form), mode, _steps(steps), x, out, cos, sin, rows, parts, part
-            )  # fmt: skip
+        shared, of_q, of_k = _form(form), _steps(form), _steps(form + _K)
+        for turn in range(1 if shared.share_rows else 2):  # q and k together, or first q, then k
+            q_members = 0 if turn else of_q.members
+            members = q_members + (of_k.members if turn or shared.share_rows else 0)
+            at, last = share_of(parts, members * (of_k.groups if turn else of_q.groups), part)
+            group, member = at // max(1, members), at % max(1, members)
+            q_place = place_of(of_q, group * of_q.members + min(member, q_members))
+            k_place = place_of(of_k, group * of_k.members + max(member - q_members, 0))
+            table, last_row = table_memory(of_k if turn else of_q, shared.pairs), -1
+            while at < last:
+                is_q = member < q_members
+                steps, x, out = (of_q, q, q_out) if is_q else (of_k, k, k_out)
+                place = q_place if is_q else k_place
+                row = place[0] * steps.table_0 + place[1] * steps.table_1 + place[2] * steps.table_2
+                count = min(steps.tile, steps.size_2 - place[2])
+                if row != last_row:  # -1 is no row: a number has four bytes
+                    tables, last_row = (cos, sin, rows, row), row
+                    table_rows(tag, mode, shared, steps, tables, count, aligned(table))
+                tiles = min((q_members if is_q else members) - member, last - at)
+                place = _rotate_tiles(
+                    tag, mode, shared, steps, x, out, aligned(table), place, count, tiles
+                )
+                q_place, k_place = (place, k_place) if is_q else (q_place, place)
+                at, member = at + tiles, member + tiles if member + tiles < members else 0
+        if mode >= STREAMING:
+            fence()
 
     return rotate
 

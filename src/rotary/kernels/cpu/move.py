@@ -25,8 +25,10 @@ from . import threads
 from .compiled import compiled, inlined
 from .jobs import angles_record, walk
 from .llvm import load_int, record, take
-from .loops import FORM, STEPS, TAGS, Loop, aligned, as_loop, loop, table_memory
+from .loops import FORM, STEPS, TAGS, Loop, as_loop, loop
+from .parts import share_of
 from .rows import MODES, rotate_rows, table_rows
+from .tiles import aligned, table_memory, tile_at, tiles_of
 
 # the tags of 8-bit keys, as in `vectors.py`
 _CODES = {"int8": np.int8(0), "float8_e4m3fn": np.uint8(0), "float8_e5m2": np.bool_(False)}
@@ -48,26 +50,16 @@ def _run(job, steps, at):
 
     The third number is how many rows the run has.
     """
-    others = steps.size_0 * steps.size_1  # indices of the other two axes
-    runs = others * ((steps.size_2 + steps.tile - 1) // steps.tile)
+    runs = tiles_of(steps)
     block = at if runs == 1 else at // runs
     source = job.x + load_int(job.blocks + 8 * block) * job.step
     row = load_int(job.rows + 8 * block) * job.table_step
     if runs == 1:
         return source, row, steps.size_2
-    run = at - block * runs
-    i, j, k = run % others // steps.size_1, run % steps.size_1, run // others * steps.tile
+    i, j, k, count = tile_at(steps, at - block * runs)
     source += i * steps.x_0 + j * steps.x_1 + k * steps.x_2
     row += i * steps.table_0 + j * steps.table_1 + k * steps.table_2
-    return source, row, min(steps.tile, steps.size_2 - k)
-
-
-@inlined
-def _share(job, steps, part):
-    """Return the first run of a part, and the one after its last."""
-    tiles = (steps.size_2 + steps.tile - 1) // steps.tile
-    total, parts = job.count * steps.size_0 * steps.size_1 * tiles, job.threads * job.parts
-    return total * part // parts, total * (part + 1) // parts
+    return source, row, count
 
 
 def _move(tag: np.generic) -> Callable[[int], None]:
@@ -76,8 +68,9 @@ def _move(tag: np.generic) -> Callable[[int], None]:
         form, steps = _form(job.form), _steps(job.form)
         part = take(address + _TAKEN)
         table, last_row = table_memory(steps, form.pairs), -1
-        while part < job.threads * job.parts:
-            first, last = _share(job, steps, part)
+        parts, runs = job.threads * job.parts, job.count * tiles_of(steps)
+        while part < parts:
+            first, last = share_of(parts, runs, part)
             following = _run(job, steps, first) if first < last else (0, 0, 0)
             for at in range(first, last):
                 x, row, count = following
