@@ -187,7 +187,8 @@ def call_of(
         form["row_count"] = 0 if rows is None else math.prod(rows.shape)
         form["row_limit"], form["reach"] = table.shape[0], reach
         form["rotation"] = loops.rotation(xs[0].dtype)
-        mode = MODES.index((geometry.layout, geometry.out_layout, False))
+        form["mode"] = MODES.index((geometry.layout, geometry.out_layout, False))
+        form["aligned_mode"] = form["mode"] + STREAMING * can_stream
         if angles is not None:
             assert index is not None
             tokens = index.shape[: len(index.shape) - bool(angles.axes)]
@@ -196,10 +197,10 @@ def call_of(
                 shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
                 angles.lowest,
             )  # fmt: skip
-            return _small_job(loops.rotate_once_at(), size, form, mode, record)
+            return _small_job(loops.rotate_once_at(), size, form, record)
         if size < threads.SERIAL_BYTES:
-            return _small_job(loops.rotate_once(), size, form, mode)
-        return _large_job(form, mode, size, can_stream)
+            return _small_job(loops.rotate_once(), size, form)
+        return _large_job(size, form)
 
     read = index if angles and index else table  # what lies at the addresses of cos and sin
     if len(xs) <= 2 and all(len(offsets) == 1 for offsets, _ in walks):
@@ -209,33 +210,30 @@ def call_of(
 
 
 def _small_job(
-    bind: Callable[[object], Job],
-    size: int,
-    form: Array,
-    mode: int,
-    angles: AnglesRecord | None = None,
+    bind: Callable[[object], Job], size: int, form: Array, angles: AnglesRecord | None = None
 ) -> Job:
     """Return a job that is one call of a C function."""
     if angles is not None:
         form["angles"] = angles[0].buffer_info()[0]
     form["is_long"] = size >= _LONG_BYTES
-    return bind((address(form), mode, form, angles))  # the job keeps the last two alive
+    return bind((address(form), form, angles))  # the job keeps the last two alive
 
 
-def _large_job(form: Array, mode: int, size: int, can_stream: bool) -> Job:
+def _large_job(size: int, form: Array) -> Job:
     """Return a job on all threads; its stores bypass the caches if all of them are aligned."""
-    at, streaming = address(form), mode + STREAMING * can_stream
     loop, openmp = loops.loop("rotation"), threads.openmp()
+    at, modes = address(form), (int(form["mode"]), int(form["aligned_mode"]))
     if openmp is not None:
-        how = loop.address, openmp.address, openmp.thread_number, threads.PARTS
-        together = loops.rotate_together()((at, mode, streaming, *how, form))  # keeps `form` alive
+        form["loop"], form["parallel"], form["number"] = loop.address, *openmp[1:]
+        form["parts"] = threads.PARTS
+        together = loops.rotate_together()((at, form))  # which keeps `form` alive
         return lambda *operands: together(*operands, threads.count())
 
     def job(
         q: int, q_out: int, k: int, k_out: int, cos: int, sin: int, rows: int, checks: int
     ) -> bool:
-        how = streaming if q_out % CACHE_LINE == k_out % CACHE_LINE == 0 else mode
-        record = array("q", (1, 1, 0, at, how, q, q_out, k, k_out, cos, sin, rows, checks, 0))
+        mode = modes[q_out % CACHE_LINE == k_out % CACHE_LINE == 0]
+        record = array("q", (1, 1, 0, at, mode, q, q_out, k, k_out, cos, sin, rows, checks, 0))
         if checks and not loops.is_safe()(record.buffer_info()[0]):
             return False
         threads.run(loop, size, record)

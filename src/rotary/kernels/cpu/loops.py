@@ -60,13 +60,16 @@ STEPS = whole_numbers(
 )
 # What calls of one form share. `angles` is the address of a record ANGLES if there are no tables,
 # `rotation` that of the code for the dtype. q and k may `share_rows`: each group of q uses the same
-# rows of the table as that of k. A job that `is_long` releases the GIL. `reach` is where q, k, cos,
-# sin, rows, q_out and k_out begin and end, counted from their addresses
+# rows of the table as that of k. A job that `is_long` releases the GIL. `aligned_mode` is the mode
+# for outputs that begin on cache lines. A job on all threads of OpenMP has the addresses of its
+# `loop`, of GOMP_parallel and of the function that numbers threads, and the parts for each thread.
+# `reach` is where q, k, cos, sin, rows, q_out and k_out begin and end, counted from their addresses
 FORM = np.dtype(
     [("q", STEPS), ("k", STEPS)]
     + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit")]
     + [(name, np.int64) for name in ("angles", "rotation")]
-    + [("share_rows", np.int64), ("is_long", np.int64)]
+    + [(name, np.int64) for name in ("share_rows", "is_long", "mode", "aligned_mode")]
+    + [(name, np.int64) for name in ("loop", "parallel", "number", "parts")]
     + [("reach", np.int64, (7, 2))]
 )
 # A job begins with the number of threads, the number of parts for each thread, and the address of
@@ -208,10 +211,11 @@ _Rotation = namedtuple("_Rotation", ROTATION.names)  # type: ignore[misc,arg-typ
 def _job_of(own, arguments):
     """Return the ROTATION of a call (q, q_out, k, k_out, cos, sin, rows, checks), as one part.
 
-    The called function is bound to `own`, a tuple (address of FORM, mode, ...).
+    The called function is bound to `own`, a tuple (address of FORM, ...).
     """
-    at, mode = whole_number(tuple_item(own, 0)), whole_number(tuple_item(own, 1))
+    at = whole_number(tuple_item(own, 0))
     q, q_out, k, k_out, cos, sin, rows, checks = _eight_numbers(arguments)
+    mode = _form(at).mode
     return _Rotation(1, 1, 0, at, mode, q, q_out, k, k_out, cos, sin, rows, checks, 0)
 
 
@@ -235,28 +239,23 @@ def _rotate_once(own, arguments, count):
 
 
 def _rotate_together(own, arguments, count):
-    """Rotate on as many threads as the ninth argument says, if the call passes its checks.
-
-    The called function is bound to (address of FORM, mode, that past the caches, addresses of the
-    loop, of GOMP_parallel and of the function that numbers threads, parts for each thread, FORM).
-    """
+    """Rotate on as many threads as the ninth argument says, if the call passes its checks."""
     job, threads = _job_of(own, arguments), whole_number(load_int(arguments + 64))
     if not _is_safe(job):
         return new_bool(0)
+    form = _form(job.form)
     is_aligned = (job.q_out | job.k_out) % CACHE_LINE == 0
-    mode = whole_number(tuple_item(own, 2)) if is_aligned else job.mode
-    loop, parallel = whole_number(tuple_item(own, 3)), whole_number(tuple_item(own, 4))
-    number, parts = whole_number(tuple_item(own, 5)), whole_number(tuple_item(own, 6))
     memory = empty(len(job) + threads, np.int64)
     for index in range(len(memory)):
         memory[index] = job[index] if index < len(job) else 0
     shared = _rotation(memory.ctypes.data)
-    shared.threads, shared.parts, shared.number, shared.mode = threads, parts, number, mode
+    shared.threads, shared.parts, shared.number = threads, form.parts, form.number
+    shared.mode = form.aligned_mode if is_aligned else form.mode
     thread = release_gil()
     if threads == 1:
-        call_address(loop, (memory.ctypes.data,))
+        call_address(form.loop, (memory.ctypes.data,))
     else:
-        call_address(parallel, (loop, memory.ctypes.data, threads, 0))
+        call_address(form.parallel, (form.loop, memory.ctypes.data, threads, 0))
     acquire_gil(thread)
     return new_bool(len(memory) >= 0)  # Numba frees an array after the last line that names it
 
@@ -367,7 +366,7 @@ def is_safe() -> Callable[[int], int]:
 
 @functools.cache
 def rotate_once() -> Callable[[object], Callable[..., bool]]:
-    """Return what binds a rotation to (address of its FORM, mode, ...).
+    """Return what binds a rotation to (address of its FORM, ...).
 
     The bound function is a `jobs.Job` that runs on the calling thread.
     """
@@ -376,7 +375,7 @@ def rotate_once() -> Callable[[object], Callable[..., bool]]:
 
 @functools.cache
 def rotate_together() -> Callable[[object], Callable[..., bool]]:
-    """Return what binds a rotation on several threads of OpenMP to its form and addresses."""
+    """Return what binds a rotation on several threads of OpenMP to (address of its FORM, ...)."""
     return built_in(_rotate_together)
 
 
