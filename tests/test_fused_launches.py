@@ -1,5 +1,7 @@
 """Fused calls on a GPU that is not here: the kept launch is the one that Triton makes."""
 
+import itertools
+import math
 import shutil
 import sys
 import threading
@@ -210,6 +212,53 @@ def test_memory_that_overlaps_is_refused_also_in_a_kept_call(stub):
     with pytest.raises(ValueError, match="overlaps"):
         call(q, k, v, cache=KVCache(memory[0], memory[0], SLOTS), out=(q,))
     assert len(stub.launches) == before + 1
+
+
+def lines(*shapes):
+    """Memory for tensors, one after the other: numbers of 16 bits, and all of it as int64."""
+    memory = torch.zeros(4 * sum(math.prod(shape) for shape in shapes), dtype=torch.int16)
+    starts = [0, *itertools.accumulate(map(math.prod, shapes))]
+    parts = [
+        memory[start:][: math.prod(shape)].view(torch.bfloat16).view(shape)
+        for start, shape in zip(starts, shapes, strict=False)
+    ]
+    return parts, memory.view(torch.int64)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("name", ["weights", "row numbers", "slots", "a scale"])
+def test_what_is_only_read_may_not_lie_in_written_memory(name, is_kept, stub, monkeypatch):
+    q, k, v = qkv()
+    (own_q, own_k), numbers = lines(q.shape, k.shape)
+    cached, whole = lines(MEMORY[0].shape, MEMORY[0].shape)
+    caches = cached[0], torch.zeros_like(MEMORY[1])
+    calls = {
+        "weights": lambda own: call(
+            q, k, None, norm=Norm(own_k[0, 0, 0] if own else ONE.clone(), None, 1e-6),
+            out=(own_q, own_k),
+        ),
+        "row numbers": lambda own: call(
+            q, k, None, tables=TABLE, positions=numbers[:3].view(3, 1) if own else IDS,
+            out=(own_q, own_k),
+        ),
+        "slots": lambda own: call(
+            q, k, v, cache=KVCache(*caches, whole[:3].view(3, 1) if own else SLOTS)
+        ),
+        "a scale": lambda own: call(
+            q, k, v, out=(q,),
+            cache=KVCache(*BYTES, SLOTS, BYTES[1].view(torch.float32)[0, 0, 0] if own
+                          else FOR_ALL.clone(), 0.5),
+        ),
+    }  # fmt: skip
+    for _ in range(2 if is_kept else 0):
+        calls[name](False)
+    if not is_kept:
+        monkeypatch.setattr(ready, "TensorGuards", None)
+    before = len(stub.launches)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="overlaps"):
+            calls[name](True)
+    assert len(stub.launches) == before
 
 
 def test_layouts_are_not_changed_in_place_by_a_kept_call(stub, monkeypatch):

@@ -113,8 +113,7 @@ class Stages(NamedTuple):
 def changes_v(stages: Stages) -> bool:
     """Whether v is normalized, or cast, before it is returned."""
     has_norm = stages.norm is not None and stages.norm.v is not None
-    scale = stages.scales[2]
-    is_one = isinstance(scale, (int, float)) and scale == 1
+    is_one = isinstance(stages.scales[2], (int, float)) and stages.scales[2] == 1
     return has_norm or stages.dtype is not None or not is_one
 
 
@@ -125,18 +124,27 @@ def is_written(scale: Operand, cache: Operand) -> bool:
 
 def written_to(cache: KVCache | LatentCache | None) -> list[Operand]:
     """Return the arrays that a call writes: those of the cache, then the computed scales."""
-    arrays = [(array, scale) for _, array, scale in _cache_arrays(cache) if array is not None]
-    scales = [scale for array, scale in arrays if is_written(scale, array)]
-    return [*[array for array, _ in arrays], *scales]
+    arrays = _cache_arrays(cache)
+    scales = [scale for _, array, scale in arrays if is_written(scale, array)]
+    return [*[array for _, array, _ in arrays], *scales]
+
+
+def read_by(stages: Stages) -> list[Operand]:
+    """Return the weights, slots and scales that a call reads, None for those it does not have."""
+    norm, cache = stages.norm, stages.cache
+    weights = () if norm is None else (norm.q, norm.k, norm.v)
+    scales = [scale for _, array, scale in _cache_arrays(cache) if not is_written(scale, array)]
+    return [*weights, getattr(cache, "slots", None), *scales, *stages.scales]
 
 
 def _cache_arrays(cache: KVCache | LatentCache | None) -> list[tuple[str, Operand, Operand]]:
-    """Return (name of the scale, array, scale) for each array of a cache."""
+    """Return (name of the scale, array, scale) for each array that a cache has."""
     if cache is None:
         return []
     if isinstance(cache, LatentCache):
         return [("scale of the cache", cache.rows, cache.scale)]
-    return [("k_scale", cache.k, cache.k_scale), ("v_scale", cache.v, cache.v_scale)]
+    arrays = ("k_scale", cache.k, cache.k_scale), ("v_scale", cache.v, cache.v_scale)
+    return [each for each in arrays if each[1] is not None]
 
 
 def check_arrays(
@@ -148,21 +156,14 @@ def check_arrays(
     """
     norm, cache = stages.norm, stages.cache
     weights = () if norm is None else (norm.q, norm.k, norm.v)
-    caches = [array for _, array, _ in _cache_arrays(cache) if array is not None]
+    caches = [array for _, array, _ in _cache_arrays(cache)]
     groups = {"norm weights": weights, "caches": caches, "out": out or ()}
-    for name, arrays in groups.items():
-        _check_library(name, arrays, library, takes)
-    _check_library("scales to be written", written_to(cache), library, takes)
+    for name, arrays in (groups | {"scales to be written": written_to(cache)}).items():
+        for array in arrays:
+            if not (array is None or takes(array)):
+                raise TypeError(f"{name} must be {library} like q, got a {_kind_of(array)}")
     for array in caches:
         dtype_name(array.dtype)
-
-
-def _check_library(
-    name: str, arrays: Sequence[object], library: str, takes: Callable[[object], bool]
-) -> None:
-    for array in arrays:
-        if not (array is None or takes(array)):
-            raise TypeError(f"{name} must be {library} like q, got a {_kind_of(array)}")
 
 
 def _kind_of(value: object) -> str:
@@ -180,18 +181,17 @@ def check_scales(
     """
     of_cache = []
     for name, array, scale in _cache_arrays(stages.cache):
-        if array is not None and is_written(scale, array):
+        if is_written(scale, array):
             kind = str(scale.dtype).removeprefix("torch.")
             if kind not in ("float32", "float64"):
                 raise TypeError(f"{name} is written, so it must be float32 or float64, got {kind}")
-        elif array is not None:
-            of_cache.append((name, scale))
-    for name, scale in of_cache:
-        if isinstance(scale, str):
+        elif isinstance(scale, str):
             raise ValueError(
                 f"{name} is {scale!r}: for a scale of each token and head pass an array of the "
                 "shape of the cache without its last axis, which the call writes"
             )
+        else:
+            of_cache.append((name, scale))
     used = [
         (f"scale of {name}", scale)
         for name, x, scale in zip("qkv", xs, stages.scales, strict=True)

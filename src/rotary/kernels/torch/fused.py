@@ -36,6 +36,7 @@ from ..stages import (
     check_arrays,
     check_scales,
     fit,
+    read_by,
     written_to,
 )
 from . import fused_ready as ready
@@ -168,7 +169,7 @@ def by_loops(
         return ys[0], None if k is None else ys[1], v
     if wants_grad(*xs):
         return None
-    read = [x for x in (q, k, v, cos, sin, rows, *weights) if x is not None]
+    read = [x for x in (q, k, v, cos, sin, rows, *read_by(stages)) if isinstance(x, Tensor)]
     if out is not None:
         check_outputs(xs, read, out)
     outs = [empty_like(x) for x in xs] if out is None else list(out)
@@ -180,7 +181,7 @@ def by_loops(
     memory = calls.caches_of(cache)
     slots = slots_of(cache.slots, q).long().contiguous()
     # a cache may not be an input, either
-    check_separate([cos, sin, *read, slots, *(out or ())], memory)
+    check_separate([cos, sin, *read, *(out or ())], memory)
     if v is not None and isinstance(cache, KVCache) and cache.v is None:
         return None
     if k is None:

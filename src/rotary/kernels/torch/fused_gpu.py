@@ -20,6 +20,7 @@ from ..stages import (
     check_cache,
     check_slot_shape,
     dtype_name,
+    read_by,
     scale_form,
     weight_form,
     written_to,
@@ -131,7 +132,7 @@ def planned(
     """
     q, k, v = qkv
     xs = q, k, v if changes_v(stages) or stages.cache is not None else None
-    read = [x for x in (*qkv, cos, sin) if x is not None]
+    read = [x for x in (*qkv, cos, sin, rows, *read_by(stages)) if isinstance(x, Tensor)]
     if out is not None:
         if "token" in [scale for scale in stages.scales if isinstance(scale, str)]:
             raise ValueError("out= cannot be used with computed scales: call without out=")

@@ -72,7 +72,8 @@ def code_of(
     if places is None or launch is None:
         return None
     makers = [maker_of_outputs(y, 0) for y in outs] if out is None else []
-    checked = [*given, *tables[:2]]
+    # first those that may be in place, then what is only read
+    checked = [*given, *[x for x in read if all([x is not y for y in (*given, *caches)])]]
     are_apart = range_check(checked, written, range(len(out or ())))
     reads, writes = [[_index(x, sources) for x in each] for each in (checked, written)]
     in_place = [checked[index] is y for index, y in enumerate(out or ())]
@@ -121,7 +122,7 @@ def _check_memory(
     read, written = [[given[index] for index in each] for each in (reads, writes)]
     out, caches = written[:count], written[count:]
     check_memory(read, out)
-    check_memory((*read[-2:], *read, *out), caches)
+    check_memory((*read[-1:] * len(caches), *read, *out), caches)  # a cache is no input in place
 
 
 def _places(
