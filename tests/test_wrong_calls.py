@@ -57,6 +57,26 @@ CALLS = {
         lambda: apply(SPEC, Q, positions=np.zeros((2, 16, 2), int)),
         "got shape (2, 16, 2) for q (2, 8, 16, 64); a 1-D spec has no axes",
     ),
+    "rows of different lengths": (
+        lambda: apply(SPEC, Q, positions=[[1], [2, 3]]),
+        "all rows must have the same length, got [[1], [2, 3]]",
+    ),
+    "rows of different lengths in torch": (
+        lambda: apply(SPEC, TENSOR, positions=[[1], [2, 3]]),
+        "all rows must have the same length, got [[1], [2, 3]]",
+    ),
+    "rows of different lengths for tables": (
+        lambda: cos_sin(SPEC, [[1], [2, 3]]),
+        "all rows must have the same length, got [[1], [2, 3]]",
+    ),
+    "a word for conjugate": (
+        lambda: rotate(Q, COS, SIN, SPEC, conjugate="no"),
+        "conjugate must be True or False, got 'no'",
+    ),
+    "half an axis": (
+        lambda: apply(SPEC, Q, seq_dim=-2.0),
+        "seq_dim must be a whole number, as -2, got -2.0",
+    ),
     "no positions for a grid": (
         lambda: apply(GRID, Q),
         "a spec with 2 axes needs positions (..., seq, axes)",

@@ -30,6 +30,7 @@ from .kernels import (
     kernel_of,
 )
 from .kernels.geometry import check_axes
+from .kernels.numpy import of_list
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
 from .spec import Rotary, check_spec
 from .words import brief
@@ -132,7 +133,7 @@ def cos_sin(
     check_precision(precision)
     check_spec(spec)
     if isinstance(positions, (list, tuple, range)):
-        positions = np.asarray(positions)
+        positions = of_list(positions)
     elif positions is None or isinstance(positions, (int, float, str)):
         check_positions(positions)
     library = kernel_of(positions)

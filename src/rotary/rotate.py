@@ -7,6 +7,7 @@ from .angles import Precision, cos_sin, inv_freq, sequence_cos_sin, turns
 from .kernels import Array, Kernel, check_positions, hint_for, is_per_row, kernel_of, known_kernel
 from .kernels.geometry import AngleOptions, Angles, Options, check_axes, geometry_of, seq_axis
 from .spec import Rotary, check_spec
+from .words import brief
 
 Other = TypeVar("Other", bound=Any)  # an array of the library of `Array`
 
@@ -161,12 +162,14 @@ def options_of(
     """Return the options of a kernel for these arguments of `rotate`.
 
     `sign` is that of the spec, or 1 if the tables include it already.
-    Raises TypeError without a spec and without a layout, and for both; ValueError for a layout that
-    is neither half nor interleaved.
+    Raises TypeError without a spec and without a layout, and for both, and for a `conjugate` that
+    is not True or False; ValueError for a layout that is neither half nor interleaved.
 
     >>> options_of(Rotary(head_dim=4)).layout
     'half'
     """
+    if conjugate not in (True, False):
+        raise TypeError(f"conjugate must be True or False, got {brief(conjugate)}")
     if spec is None:
         if layout is None:
             raise TypeError(f"rotate does not guess which channels make a pair: {_BOTH_FORMS}")

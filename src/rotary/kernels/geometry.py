@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import layouts
+from ..words import brief
 from .private import is_recorded_by_torch
 
 
@@ -165,7 +166,9 @@ def check_fit(
 
 
 def seq_axis(shape: tuple[int, ...], seq_dim: int | None) -> int:
-    """Return `seq_dim` (None: -2) counted from the front; ValueError if x has no such axis.
+    """Return `seq_dim` (None: -2) counted from the front.
+
+    Raises TypeError if it is not a whole number, ValueError if x has no such axis.
 
     >>> seq_axis((2, 8, 5, 64), -2)
     2
@@ -173,6 +176,8 @@ def seq_axis(shape: tuple[int, ...], seq_dim: int | None) -> int:
     if len(shape) < 2:
         raise ValueError(f"x must be (..., seq, head_dim), with 2 axes or more, got shape {shape}")
     seq_dim = -2 if seq_dim is None else seq_dim
+    if not isinstance(seq_dim, (int, np.integer)):
+        raise TypeError(f"seq_dim must be a whole number, as -2, got {brief(seq_dim)}")
     axis = seq_dim if seq_dim >= 0 else len(shape) + seq_dim
     if not 0 <= axis < len(shape) - 1:
         raise ValueError(

@@ -251,7 +251,7 @@ def takes(array: object) -> TypeGuard[Array | Numbers]:
 
 def as_positions(positions: object, like: Array) -> Operand:
     """Return positions; lists and other arrays become NumPy arrays, without loss."""
-    return positions if takes(positions) else np.asarray(positions)
+    return positions if takes(positions) else reference.of_list(positions)
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..layouts import pair_slices
 from ..schedules import FLOAT32 as FLOAT32
+from ..words import brief
 from . import Kernel, Operand
 from . import Numbers as Array
 from .geometry import Geometry, Options, geometry_of
@@ -136,10 +137,15 @@ def address(array: Array) -> int:
 def of_list(values: object) -> Array:
     """Return an array; an empty list holds whole numbers, where NumPy would make it float64.
 
+    Raises ValueError for a list of rows of different lengths.
+
     >>> of_list([]).dtype, of_list([0.5]).dtype
     (dtype('int64'), dtype('float64'))
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"all rows must have the same length, got {brief(values)}") from None
     is_empty_list = isinstance(values, (list, tuple)) and not array.size
     return array.astype(np.int64) if is_empty_list else array
 
@@ -195,7 +201,7 @@ def takes(array: object) -> bool:
 
 def as_positions(positions: object, like: Array) -> Array:
     """Convert positions, a list or an array of any library, to an array of this library."""
-    return np.asarray(positions)
+    return of_list(positions)
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:

@@ -159,7 +159,7 @@ def takes(array: object) -> bool:
 
 def as_positions(positions: Any, like: Array) -> Any:
     """Return positions; lists and other arrays become NumPy arrays, without loss."""
-    return positions if takes(positions) else np.asarray(positions)
+    return positions if takes(positions) else reference.of_list(positions)
 
 
 def repeat_rows(positions: Array, rows: int) -> Array:

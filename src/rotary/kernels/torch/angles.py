@@ -158,7 +158,7 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     if takes(positions):
         check_plain(positions)
         return positions.long() if positions.dtype in UNSIGNED else positions
-    array = np.asarray(positions)
+    array = np.asarray(positions) if is_tracing() else reference.of_list(positions)
     kind = "i" if is_tracing() else array.dtype.kind  # Dynamo does not know NumPy dtypes
     if kind in "OSUV":  # objects, such as 2**70, and texts
         raise TypeError(_not_whole(array.dtype))
