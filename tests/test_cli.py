@@ -221,7 +221,7 @@ def test_a_bad_config_is_one_line_and_status_1(main, command, name, tmp_path):
 
 def test_a_bad_config_in_a_process_of_its_own(tmp_path):
     (tmp_path / "config.json").write_text('{"head_dim": 64, "rope_theta": 0}')
-    assert_refused(run("inspect", str(tmp_path)), "base must be finite and >= 1, got 0")
+    assert_refused(run("inspect", str(tmp_path)), "rope_theta must be finite and >= 1, got 0")
 
 
 # --- the terminal ---

@@ -324,9 +324,9 @@ FAULTS = [
     ({"num_attention_heads": 0}, "needs head_dim, or hidden_size and num_attention_heads"),
     ({"head_dim": 31}, "^(?!.*rotary_dim=32).*31"),  # 32 channels would not fit
     ({"head_dim": "64"}, "head_dim .*'64'"),
-    ({"rope_theta": 0}, "base must be finite and >= 1, got 0"),
+    ({"rope_theta": 0}, "rope_theta must be finite and >= 1, got 0"),
     ({"rope_theta": "1e4"}, "rope_theta must be a number, got '1e4'"),
-    ({"rope_theta": float("nan")}, "base must be finite and >= 1, got nan"),
+    ({"rope_theta": float("nan")}, "rope_theta must be finite and >= 1, got nan"),
     ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5.*llama"),
     ({**PHI, "partial_rotary_factor": 0}, r"partial_rotary_factor must be in \(0, 1\], got 0"),
     ({**PHI, "partial_rotary_factor": 1.5}, r"partial_rotary_factor must be in .* got 1.5"),

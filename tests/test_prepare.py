@@ -130,6 +130,13 @@ def test_another_form_is_refused_before_anything_is_written(change, named):
     assert_same((q, k), before)
 
 
+def test_a_step_says_that_it_takes_arrays():
+    q, k = tensors()
+    step = prepare(apply, PLAIN, q, k, positions=POSITIONS)
+    with pytest.raises(TypeError, match=r"pass arrays as to rotary.apply, got a tuple of a torch"):
+        step((q, k), positions=POSITIONS)
+
+
 def test_what_the_whole_call_refuses_a_step_refuses():
     xs = tensors()
     cos, sin = cos_sin(PLAIN, torch.arange(4))

@@ -21,6 +21,7 @@ from .rotate import (
     rotate,
 )
 from .spec import Rotary, check_spec
+from .words import brief
 
 Arrays = Sequence[object]
 Run = Callable[[Arrays, Arrays, Arrays | None], Arrays]  # (xs, tables, out) -> results
@@ -255,9 +256,12 @@ def _run(
     whole: Run,
     name: str,
 ) -> Run:
-    prepared = _forms(xs, tables, out)
+    prepared, kernel = _forms(xs, tables, out), kernel_of(xs[0])
 
     def checked(xs: Arrays, tables: Arrays, out: Arrays | None) -> Arrays:
+        for x in xs:
+            if not kernel.takes(x):
+                raise TypeError(f"pass arrays as to rotary.{name}, got {brief(x)}")
         forms = _forms(xs, tables, out)
         for operand in {**prepared, **forms}:
             old, new = prepared.get(operand), forms.get(operand)
@@ -269,7 +273,6 @@ def _run(
                 )
         return whole(xs, tables, out)
 
-    kernel = kernel_of(xs[0])
     if kernel.prepare is None or options is None:
         return checked
     return kernel.prepare(options, xs, tables, out, checked) or checked

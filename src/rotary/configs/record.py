@@ -130,6 +130,8 @@ class Config(NamedTuple):
         base = self.get("rope_theta", 10_000.0)
         if isinstance(base, bool) or not isinstance(base, int | float):
             raise ValueError(f"rope_theta must be a number, got {base!r}")
+        if not 1 <= base < math.inf:
+            raise ValueError(f"rope_theta must be finite and >= 1, got {base!r}")
         return base
 
     @property
