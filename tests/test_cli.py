@@ -585,7 +585,9 @@ def test_diff_gives_a_verdict(main, tmp_path):
     sizes = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 2048}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **sizes, "rope_scaling": rope}))
-    assert "does not scale" in main("diff", str(path)).out
+    out = main("diff", str(path)).out
+    assert "does not scale" in out
+    assert "12 at" in out  # and the length of the largest difference
     found = json.loads(main("diff", str(path), "--json").out)
     assert len(found["readings"]) == 6
 

@@ -526,6 +526,8 @@ def test_five_rules_switch_the_list():
             list_in_use = long if expected else short
             np.testing.assert_allclose(reading.inv_freq, list_in_use, rtol=1e-12)
     assert len({reading.switch for reading in readings(config)[:5]}) == 5
+    assert "off from transformers at 1,024 tokens: vLLM by" in diff(config).verdict
+    assert "off from transformers: vLLM by" in diff(config, seq_len=10).verdict
     config["max_position_embeddings"] = 1024
     assert [each.framework for each in diff(config, seq_len=10).differences if not each.agrees] == [
         "vLLM", "SGLang", "llama.cpp", "mlx-lm"

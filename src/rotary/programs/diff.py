@@ -330,7 +330,9 @@ def _verdict(
         return f"All that read it agree: {', '.join(compared)}."
     off = [f"{each.framework} {_words(each, readings[each.framework])}"
            for each in differences if each in apart]  # fmt: skip
-    first = f"off from {reference}: {', '.join(off)}" if apart else "all others agree"
+    lengths = sorted({each.seq_len for each in apart}) if len(by_length) > 1 else []
+    at = f" at {' or '.join([f'{length:,}' for length in lengths])} tokens" if lengths else ""
+    first = f"off from {reference}{at}: {', '.join(off)}" if apart else "all others agree"
     if refusing:
         first = f"refused by {', '.join(refusing)}; {first}"
     advice = readings[reference].advice
