@@ -156,6 +156,12 @@ def test_nonsense_is_one_line(main, arguments, part):
     assert_refused(main(*arguments), part)
 
 
+@pytest.mark.filterwarnings("always:base 1 gives:UserWarning")
+def test_a_warning_is_told_once(main):
+    done = main("plan", "--context", "512", "--base", "1", "--head-dim", "64")
+    assert done.err.count("warning: base 1 gives every pair the same frequency") == 1
+
+
 @pytest.mark.parametrize("arguments", [("plan",), ("plan", "--context", "1e15"), ("reach",)])
 def test_wrong_usage_is_status_2(main, arguments):
     done = main(*arguments)

@@ -63,11 +63,13 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():  # which restores `showwarning` as well
-            shown = warnings.showwarning
+            shown, told = warnings.showwarning, set[str]()
 
             def show(message: Warning | str, category: type[Warning], *where: object) -> None:
                 if issubclass(category, UserWarning):  # of a config: no line of ours explains it
-                    typer.echo(f"warning: {printable(str(message))}", err=True)
+                    if (text := printable(str(message))) not in told:
+                        typer.echo(f"warning: {text}", err=True)
+                    told.add(text)
                 else:
                     shown(message, category, *where)  # type: ignore[arg-type]
 
