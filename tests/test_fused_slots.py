@@ -117,6 +117,15 @@ def test_rows_of_a_latent_cache_are_in_their_slots(name, store):
     np.testing.assert_allclose(rows, want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_without_tokens_writes_no_latent_rows(store):
+    q, k, latent = (np.zeros((0, *shape), np.float32) for shape in ((4, 8), (1, 8), (16,)))
+    weight, memory, slots = np.ones((1, 8), np.float32), [np.ones((5, 24), np.float32)], np.zeros(0)
+    (rows,) = store(
+        (q, k, latent), weight, lambda rows: LatentCache(rows, slots.astype(int)), memory, -3
+    )
+    assert (rows == 1).all()
+
+
 def test_slots_in_the_order_of_q_are_refused(store):
     lead, axis = LEADS["seq, batch"]
     q, k, v, weight, _, by_batch = case(lead, axis)

@@ -134,7 +134,7 @@ def cache_writes(
     if isinstance(cache, LatentCache):
         assert v is not None  # `fit` has checked it
         by_batch = library.xp.moveaxis(v, fitted.place, -2)
-        latent = by_batch.reshape(math.prod(fitted.tokens), -1)
+        latent = by_batch.reshape(math.prod(fitted.tokens), v.shape[-1])
         work = dtype_name(latent.dtype)
         parts = (latent, library.convert(keys[:, 0], work))
         row = library.xp.concatenate(parts, axis=-1)
