@@ -17,6 +17,8 @@ pytest.importorskip("torch.distributed.tensor")
 
 import dtensor_ranks  # noqa: E402
 
+import rotary  # noqa: E402
+
 RANKS = Path(dtensor_ranks.__file__)
 LAWS = [
     pytest.param(launch, check.__name__, marks=() if launch == "2 ranks" else pytest.mark.slow)
@@ -73,3 +75,9 @@ def test_all_ranks_together_say_what_transformers_says(launched):
     wanted = llama.apply_rotary_pos_emb(*whole, wide.cos(), wide.sin())
     for one, other in zip(together, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_where_a_dtensor_is_refused_its_part_is_named():
+    """`torch.from_dlpack` of a DTensor is a tensor at address 0, which ends the process."""
+    hint = rotary.kernels.hint_for(torch.distributed.tensor.DTensor)
+    assert hint == "; go on with x.to_local(), the part that this process holds"

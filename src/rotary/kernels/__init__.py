@@ -309,7 +309,7 @@ def _described(array: object) -> str:
 
 
 def hint_for(kind: type) -> str:
-    """Return advice on an array that no kernel takes (GPU library, torch.fx, masked); else "".
+    """Return advice on an array that no kernel takes (GPU library, masked, DTensor ...); else "".
 
     >>> hint_for(np.ndarray)
     ''
@@ -320,6 +320,8 @@ def hint_for(kind: type) -> str:
             "; torch.fx.symbolic_trace does not look into rotary: record with torch.export.export "
             "or make_fx, or mark your function that calls rotary by torch.fx.wrap"
         )
+    if kind.__module__.startswith("torch.distributed."):  # of a DTensor, from_dlpack has no memory
+        return "; go on with x.to_local(), the part that this process holds"
     if hasattr(kind, "__cuda_array_interface__") and library not in ("jax", "jaxlib"):
         return "; go on with torch.from_dlpack(x), which copies nothing"
     if issubclass(kind, np.ma.MaskedArray):
