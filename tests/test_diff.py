@@ -567,6 +567,14 @@ def test_mlx_has_files_that_never_scale():
     assert read(config)["mlx-lm"].advice == "mlx-lm does not scale qwen3_moe at all"
 
 
+def test_a_layout_that_one_program_reads_is_told():
+    config = {**LLAMA, "rope_traditional": True}
+    assert diff(config).verdict.endswith(
+        "pair adjacent channels, and the other programs do not read it."
+    )
+    assert "Layouts" not in diff({**LLAMA, "rope_traditional": False}).verdict
+
+
 def test_keras_reads_what_its_converters_read():
     found = read(scaled("linear", factor=2.0))["keras-hub"]
     assert found.refuses.startswith("ValueError: The config should be a valid llama3 config")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..configs import Config, choose
 from ..configs.entries import MODELS, TEXT_PARTS
-from ..configs.hf import check_top, refuse
+from ..configs.hf import LAYOUT_MARK, check_top, refuse
 from ..configs.values import whole_number
 from ..schedules import SCHEDULES, parameters
 from ..spec import Rotary, check_whole
@@ -189,6 +189,7 @@ def diff(
 ) -> Diff:
     """Return how far apart six programs are on one config, and what to do about it.
 
+    Frequencies and attention factors are compared, not which channels make a pair.
     Arguments and errors are those of `readings`. Differences are from transformers or, if it
     refuses, from the first program that accepts. Without `seq_len`, dynamic and longrope are
     compared at two lengths, the trained one and the longest, and the larger difference counts.
@@ -211,6 +212,11 @@ decimal point, as 8.0.
     reference = accepted[0] if accepted else ""
     differences = tuple(_farthest(name, reference, by_length) for name in accepted[1:])
     verdict = _verdict(by_length, reference, differences, longest.rope_type)
+    if entry.data.get(LAYOUT_MARK) is True:
+        verdict += (
+            f" Layouts are not compared: {LAYOUT_MARK} makes mlx-lm pair adjacent channels, and "
+            "the other programs do not read it."
+        )
     return Diff(of_longest, tuple(by_length), reference, differences, verdict)
 
 
