@@ -112,8 +112,8 @@ def cos_sin(
 
     positions  (..., seq) whole numbers, or (..., seq, axes) if `spec.num_axes` > 1. Floats are
                fractional positions, multiplied in float64; float16 and bfloat16 are an error.
-    precision  "exact": right to 1.5e-7, if traced by JAX 2e-7 (times the attention factor, if above
-               1), up to 2^39.
+    precision  "exact": right to 1.5e-7 up to position 2^39, or to 2e-7 for JAX and MLX arrays that
+               are traced or on a GPU (times the attention factor, if above 1).
                "float32": the float32 arithmetic of transformers, bit for bit on torch tensors;
                its error grows with the position, 8e-3 near 131 072.
     seq_len    length of the sequence, for `dynamic`, `dynamic_linear` and `longrope`: one number,
