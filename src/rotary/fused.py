@@ -50,7 +50,7 @@ def fused(
     cache      `rotary.KVCache`, which k and v are written to, or `rotary.LatentCache` for MLA:
                there k is the rotated part, with one head, (..., 1, seq, rotary_dim), and v the
                latent part, (batch, seq, channels) or (seq, channels), without heads
-               (with seq_dim=0 the axes are in the order of q, and those of `slots` are not)
+               (with seq_dim=0 the axes of k and v are in the order of q; `slots` stay (batch, seq))
     dtype      of what is returned, by name or as a dtype: float32, float64, float16, bfloat16,
                float8_e4m3fn, float8_e5m2 or int8; default that of q. In the last three, values
                that are too large become the largest number

@@ -63,10 +63,10 @@ class KVCache:
               strides: pass `cache.transpose(1, 2)` for blocks that have the heads first. Their
               dtype is what is stored: a float type, float8_e4m3fn, float8_e5m2 or int8. v is None
               where only keys are written. With JAX, `rotary.fused` returns new caches
-    slots     whole numbers, one per token: (batch, seq) for every `seq_dim`, or these flat. (With
-              seq_dim=0, (seq, batch) is refused, but where both are equal nobody can tell.) Slot s
-              is token s % block_size of block s // block_size. A negative one skips the token. No
-              slot may be given twice
+    slots     whole numbers, one per token: (batch, seq) for every `seq_dim`, or these flat. Slots
+              of shape (seq, batch) are an error, or read wrongly if both sizes are equal. Slot s is
+              token s % block_size of block s // block_size. A negative one skips the token. No slot
+              may be given twice
     k_scale, v_scale   k / k_scale is stored. A number, or (heads,) numbers; or a float32 or float64
               array of the shape of the cache without its last axis. Into it the call writes a scale
               for each token and head: its largest channel over the largest number of the dtype
