@@ -190,10 +190,11 @@ def plan(
         print_json(result.to_dict())
         return
     print_table(f"{config or 'a plain spectrum'}, {result.context:,} tokens", result.rows())
-    if result.options:
+    if result.options and result.trained:
         header, *rows = option_rows(result.options)
+        factor = result.context / result.trained
         typer.echo()
-        print_table("Every method for this length", rows, header)
+        print_table(f"Every method, with factor {factor:,.4g}", rows, header)
     typer.echo()
     print_text(result.reason)
     typer.echo()
