@@ -90,8 +90,10 @@ class Patch:
 def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     """Make a loaded model rotate by `rotary.rotate`: only this instance, until `unpatch`.
 
-    model  of transformers, diffusers or timm, or any other torch module whose code rotates by a
-           function that takes q, k or both, and then cos and sin
+    model  of transformers, diffusers or timm, or any other torch module whose code calls a function
+           named like a rotation (rotate, rotary, apply_rope), with q, k or both, and then cos and
+           sin. If these have two columns for each pair, a module of the model must make them from
+           `x, position_ids`, as transformers' rotary embeddings do
 
     Each such function is called on random tensors, and is replaced only if `rotary.rotate` gives
     the same numbers within float32 rounding. The others are not changed; `.skipped` lists them with
@@ -144,7 +146,7 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
         if not callers and not skipped:
             raise ValueError(
                 f"found no rotation to replace in {type(model).__qualname__}: no module calls a "
-                "function that takes cos and sin"
+                "function that is named like a rotation (rotate, rotary, apply_rope)"
             )
         forwards = _exact_forwards(model, callers, skipped, readable) if exact else {}
     patched = [(caller.path, str(caller)) for caller in callers]
