@@ -76,7 +76,7 @@ def from_model(
     example     the arguments of one forward: a tensor, a tuple, or a dict of keyword arguments;
                 default: 2 x 37 random tokens, for a model with an embedding of tokens
     positions   of the tokens of the example, (seq,) or (seq, axes), as the model counts them;
-                default 0, 1, 2, ...
+                default 0, 1, 2, ... if the example has token ids (batch, seq), else needed
 
     Rotations in the forward are found by their numbers, not by names of functions. If the config is
     known and its spec gives the same numbers, that spec is returned; angles are compared up to the
