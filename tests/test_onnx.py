@@ -193,6 +193,16 @@ def test_every_batch_and_length_gives_the_numbers_of_the_law(dynamic, engine):
         assert_near(run(dynamic, positions, *arrays, engine=engine), wanted)
 
 
+def test_an_open_length_may_be_that_of_a_fixed_batch(tmp_path):
+    """Positions without a batch axis were compared with the batch: its length was ruled out."""
+    q, k, _ = inputs(64, batch=2)
+    shapes = {2: SEQ}, {2: SEQ}
+    model = exported(tmp_path, RotaryEmbedding(HALF), (q, k), dynamic_shapes=shapes)
+    for seq in (2, 9):
+        q, k, _ = inputs(64, batch=2, seq=seq)
+        assert_near(run(model, q, k), rotary.apply(HALF, q, k))
+
+
 def test_the_tables_are_as_exact_as_those_of_torch(tmp_path):
     """Each channel of a pair (1, 0) shows its own cos and sin, so that no sum hides an error."""
     spec = HALF

@@ -207,7 +207,7 @@ def _operator(
     geometry: Geometry,
 ) -> Tensor:
     tokens = x.shape[0], x.shape[-2]
-    if rows is None and tuple(cos.shape[:-1]) != tokens:
+    if rows is None and (cos.ndim != 3 or tuple(cos.shape[:-1]) != tokens):
         cos, sin = cos.expand(*tokens, -1), sin.expand(*tokens, -1)
     rotary_dim = 2 * geometry.pairs
     turned = torch.onnx.ops.rotary_embedding(
