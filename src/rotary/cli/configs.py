@@ -196,8 +196,8 @@ def doctor(
 
     It reports what makes the rotation slow on this machine, or what is wrong in a config or model.
     The exit status is 1 if a config, its weights or a model are wrong.
-    With module:object or FILE.py:FUNCTION the module is imported and called: name no file whose
-    code you would not run. A config or a folder is only read.
+    With module:object or FILE.py:FUNCTION the module is imported and called: name only files whose
+    code you would run. A config or a folder is only read.
     """
     if distributed:
         from .ranks import examine_ranks
@@ -279,7 +279,7 @@ def identify(
     """Find out which RoPE a function computes, and its faults.
 
     The function is f(x, positions) or f(q, k, cos, sin).
-    The module is imported and called: name no file whose code you would not run.
+    The module is imported and called: name only files whose code you would run.
     """
     from ..identify import identify as examine
     from ..identify import load
