@@ -246,9 +246,9 @@ FAULTS = [
     ({"base": 1e308}, r"base 1e\+308 is too large: the slowest pair turns"),
     ({"base": 10**400}, r"base must be"),
     # names
-    ({"layout": "neox"}, "layout must be one of half, interleaved; got 'neox'"),
-    ({"layout": "haf"}, "got 'haf'; did you mean 'half'"),
-    ({"out_layout": "interleave"}, "out_layout must be .* did you mean 'interleaved'"),
+    ({"layout": "neox"}, "layout must be 'half' or 'interleaved', got 'neox', which is 'half'"),
+    ({"layout": "haf"}, "layout must be 'half' or 'interleaved', got 'haf'"),
+    ({"out_layout": "interleave"}, "out_layout must be .*'interleave', which is 'interleaved'"),
     ({"schedule": "yarm"}, r"schedule must be one of default, .*yarn.*got 'yarm'; did you mean"),
     ({"schedule": None}, "schedule must be one of default, .*got None"),
     ({"schedule": ["default"]}, "schedule must be one of default"),

@@ -179,9 +179,25 @@ CALLS = {
         lambda: Rotary(head_dim=64, schedule="yarn"),
         "schedule 'yarn' needs parameter 'factor'",
     ),
+    "q and k in a tuple": (
+        lambda: apply(SPEC, (Q, K)),
+        "pass q and k one by one: apply(spec, q, k); rotate takes a tuple (q, k)",
+    ),
+    "numbers in a list": (
+        lambda: apply(SPEC, [[1.0] * 64]),
+        "cannot rotate a builtins.list",
+    ),
+    "the name of a layout for GPT-J": (
+        lambda: rotate(Q, COS, SIN, layout="gpt-j"),
+        "layout must be 'half' or 'interleaved', got 'gpt-j', which is 'interleaved'",
+    ),
+    "tables of NumPy for a tensor": (
+        lambda: rotate(TENSOR, COS, SIN, SPEC),
+        "cos_sin makes tables in the library of its positions",
+    ),
     "vLLM's name of a layout": (
         lambda: Rotary(head_dim=64, layout="neox"),
-        "layout must be one of half, interleaved; got 'neox'",
+        "layout must be 'half' or 'interleaved', got 'neox', which is 'half'",
     ),
     # tables
     "tables of another length": (

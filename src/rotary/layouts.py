@@ -14,6 +14,11 @@ import numpy.typing as npt
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
 Indices = npt.NDArray[np.int64]
+_OTHER_NAMES: dict[str, Layout] = {  # names in other programs, or of functions in them
+    **dict.fromkeys(("neox", "gpt_neox", "rotate_half", "non_interleaved"), "half"),
+    **dict.fromkeys(("gptj", "gpt_j", "rotate_every_two", "traditional"), "interleaved"),
+    **dict.fromkeys(("interleave", "complex"), "interleaved"),
+}
 
 
 def check(layout: str, name: str = "layout") -> None:
@@ -21,10 +26,12 @@ def check(layout: str, name: str = "layout") -> None:
 
     >>> check("neox")
     Traceback (most recent call last):
-    ValueError: layout must be 'half' or 'interleaved', got 'neox'
+    ValueError: layout must be 'half' or 'interleaved', got 'neox', which is 'half'
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"{name} must be 'half' or 'interleaved', got {layout!r}")
+        same = _OTHER_NAMES.get(str(layout).lower().replace("-", "_"))
+        hint = "" if same is None else f", which is {same!r}"
+        raise ValueError(f"{name} must be 'half' or 'interleaved', got {layout!r}{hint}")
 
 
 def pair_slices(rotary_dim: int, layout: str, start: int = 0) -> tuple[slice, slice]:

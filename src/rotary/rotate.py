@@ -130,7 +130,8 @@ def check_library(kernel: Kernel[Array], x: Array, *others: object) -> None:
     >>> import numpy as np
     >>> check_library(kernel_of(np.ones(2)), np.ones(2), [1.0, 2.0])
     Traceback (most recent call last):
-    TypeError: all arrays must be of one library: ndarray and builtins.list
+    TypeError: all arrays must be of one library: ndarray and builtins.list; cos_sin makes tables \
+in the library of its positions
     """
     kind = type(x)
     for array in others:
@@ -139,7 +140,8 @@ def check_library(kernel: Kernel[Array], x: Array, *others: object) -> None:
                 raise TypeError(f"cos and sin must be arrays, got a Rotary: {_BOTH_FORMS}")
             raise TypeError(
                 f"all arrays must be of one library: {kind.__qualname__} and "
-                f"{type(array).__module__}.{type(array).__qualname__}{hint_for(type(array))}"
+                f"{type(array).__module__}.{type(array).__qualname__}{hint_for(type(array))}; "
+                "cos_sin makes tables in the library of its positions"
             )
 
 

@@ -5,17 +5,17 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeGuard, TypeVar
 
+from .layouts import check as check_layout
 from .schedules import SCHEDULES, depends_on_length, parameters
 from .strict_json import JSON, parsed
 from .words import brief, nearest
 
 Value = TypeVar("Value")
 
-_LAYOUTS = ("half", "interleaved")
 MAX_HEAD_DIM = 65_536  # refused beyond, before anything of that size is made
 _LARGEST = sys.float_info.max
 _SMALLEST = 2 * math.pi * 2.0**-65  # half a step of the 64-bit turns: a slower pair never turns
@@ -75,8 +75,12 @@ class Rotary:
         self._set("rotary_dim", self.head_dim if self.rotary_dim is None else self.rotary_dim)
         self._set("out_layout", self.layout if self.out_layout is None else self.out_layout)
         for name in ("layout", "out_layout"):
-            _one_of(name, getattr(self, name), _LAYOUTS)
-        _one_of("schedule", self.schedule, SCHEDULES)
+            check_layout(getattr(self, name), name)
+        if self.schedule not in list(SCHEDULES):
+            raise ValueError(
+                f"schedule must be one of {', '.join(SCHEDULES)}; "
+                f"got {brief(self.schedule)}{nearest(self.schedule, SCHEDULES)}"
+            )
         if not is_whole(self.sign) or self.sign not in (1, -1):
             raise ValueError(f"sign must be +1 or -1, got {brief(self.sign)}")
         self._set("params", _frozen_params(self.schedule, self.params))
@@ -289,14 +293,6 @@ def _check_factor(factor: object) -> None:
     if isinstance(factor, int | float) and factor < 1:
         warnings.warn(
             f"factor {factor} < 1 shortens the context; a factor is usually >= 1", stacklevel=4
-        )
-
-
-def _one_of(name: str, value: object, choices: Iterable[str]) -> None:
-    if value not in list(choices):
-        raise ValueError(
-            f"{name} must be one of {', '.join(choices)}; "
-            f"got {brief(value)}{nearest(value, choices)}"
         )
 
 

@@ -131,6 +131,8 @@ def known_kernel(kind: type) -> SomeKernel | None:
 
 def _find(array: object) -> SomeKernel:
     kernels = [load() for name, load in KERNELS.items() if is_a(array, name)]
+    if isinstance(array, (tuple, list)) and any(hasattr(item, "shape") for item in array):
+        raise TypeError("pass q and k one by one: apply(spec, q, k); rotate takes a tuple (q, k)")
     if not (kernels and kernels[0].takes(array)):
         raise TypeError(f"cannot rotate a {_described(array)}")
     if not is_recorded_by_torch():  # a traced call has no side effect
@@ -309,7 +311,7 @@ def _described(array: object) -> str:
 
 
 def hint_for(kind: type) -> str:
-    """Return advice on an array that no kernel takes (GPU library, masked, DTensor ...); else "".
+    """Return advice on what no kernel takes (arrays of GPU libraries, masked ones ...); else "".
 
     >>> hint_for(np.ndarray)
     ''
