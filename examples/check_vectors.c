@@ -160,6 +160,6 @@ int main(int argc, char **argv) {
         at += 1;
     }
     free(text);
-    if (!faults) printf("ok: %zu cases\n", cases);
+    if (!faults) printf("ok: %zu case%s\n", cases, cases == 1 ? "" : "s");
     return faults != 0;
 }

@@ -84,8 +84,8 @@ def _cache(compiled: object) -> Finding:
     if path and Path(path).is_dir():
         return Finding("compiled cache", str(path))
     advice = (
-        "every process compiles the loops again, which takes 2 seconds; set NUMBA_CACHE_DIR to a "
-        "folder that you can write to"
+        "every process compiles the loops again, which takes 2 to 3 seconds; set NUMBA_CACHE_DIR "
+        "to a folder that you can write to"
     )
     return Finding("compiled cache", "none can be written", advice)
 

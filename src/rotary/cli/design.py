@@ -195,7 +195,7 @@ def _rows(result: "Design") -> list[tuple[str, str]]:
         ("floor", holds),
         ("smallest margin above the floor",
          f"{proof.lowest:.3g} of B_0, at distance {proof.lowest_at:,}"),
-        ("allowed rounding of a frequency", f"{proof.tolerance:.1g} of it"),
+        ("frequencies may be rounded by", f"{proof.tolerance:.1g} of each"),
         ("frequencies, rad per token", short(frequencies)),
     ]  # fmt: skip
 
