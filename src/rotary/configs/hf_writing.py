@@ -92,9 +92,8 @@ def rope_keys(spec: Rotary, context: int) -> dict[str, JSON]:
     >>> rope_keys(Rotary(head_dim=64, layout="interleaved"), 4096)["max_position_embeddings"]
     4096
     """
-    plain = {"layout": "half", "out_layout": "half", "start": 0, "axes": (), "sign": 1}
-    spec = dataclasses.replace(spec, **plain)  # type: ignore[arg-type]  # mypy sees one value type
-    spec = _with_own_base(spec)
+    spec = dataclasses.replace(spec, layout="half", out_layout="half", start=0, axes=(), sign=1)
+    spec = with_own_base(spec)
     own = None if spec.schedule == "dynamic" else context
     return to_hf_config(spec, max_position_embeddings=own)
 
@@ -120,8 +119,12 @@ def model_keys(config: Config, spec: Rotary, context: int) -> dict[str, JSON]:
     return keys
 
 
-def _with_own_base(spec: Rotary) -> Rotary:
-    """Return an "ntk" spec as a "default" one of the same frequencies; another one as it is."""
+def with_own_base(spec: Rotary) -> Rotary:
+    """Return an "ntk" spec as a "default" one of the same frequencies; another one as it is.
+
+    >>> with_own_base(Rotary(head_dim=4, schedule="ntk", params={"factor": 2.0}))
+    Rotary(head_dim=4, base=40000.0)
+    """
     if spec.schedule != "ntk":
         return spec
     base = grown_base(spec.rotary_dim, spec.base, spec.params["factor"])
@@ -137,7 +140,7 @@ def as_model_reads(config: Config, spec: Rotary, context: int) -> Rotary:
     >>> as_model_reads(choose({"model_type": "llama"}), Rotary(head_dim=64), 4096)
     Rotary(head_dim=64)
     """
-    spec = _with_own_base(spec)
+    spec = with_own_base(spec)
     only = config.model.get("only", (spec.schedule,))
     if spec.schedule not in ("default", *only) and "longrope" in only:
         spec = as_longrope(spec, config.trained or context)
@@ -177,12 +180,10 @@ def as_longrope(spec: Rotary, context: int) -> Rotary:
     plain = dataclasses.replace(spec, schedule="default", params={})
     factors = (inv_freq(plain)[0] / frequencies).tolist()
     params = {
-        "short_factor": factors, "long_factor": factors, "factor": 1.0,
+        "short_factor": factors, "long_factor": factors,
         "original_max_position_embeddings": context,
+        **({"factor": 1.0} if amplitude == 1 else {"attention_factor": amplitude}),
     }  # fmt: skip
-    if amplitude != 1:
-        params = {name: value for name, value in params.items() if name != "factor"}
-        params["attention_factor"] = amplitude
     return dataclasses.replace(spec, schedule="longrope", params=params)
 
 

@@ -1,12 +1,9 @@
 """Writes a `Rotary` as vLLM's `--hf-overrides`."""
 
-from dataclasses import replace
-
 from ..angles import inv_freq
-from ..schedules import grown_base
 from ..spec import Rotary
 from ..strict_json import JSON
-from .hf_writing import to_hf_config
+from .hf_writing import to_hf_config, with_own_base
 
 
 def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict[str, JSON]:
@@ -25,14 +22,8 @@ def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict
         raise ValueError("vLLM computes dynamic as plain RoPE; use ntk with a fixed factor")
     if spec.schedule == "proportional" and spec.params.get("factor", 1.0) != 1.0:
         raise ValueError("vLLM drops the factor of proportional")
-    if spec.schedule == "ntk":
-        plain = replace(spec, schedule="default", params={})
-        written = to_hf_config(plain, max_position_embeddings=max_position_embeddings)
-        written["rope_parameters"]["rope_theta"] = grown_base(
-            spec.rotary_dim, spec.base, spec.params["factor"]
-        )
-    else:
-        written = to_hf_config(spec, max_position_embeddings=max_position_embeddings)
+    spec = with_own_base(spec)
+    written = to_hf_config(spec, max_position_embeddings=max_position_embeddings)
     del written["head_dim"]
     rope = written["rope_parameters"]
     if isinstance(rope.get("factor"), int):  # an int raises TypeError in vLLM's linear scaling
