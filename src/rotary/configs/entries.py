@@ -250,23 +250,23 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
             f"pass part, one of {', '.join(of_parts)}; got {brief(part)}{nearest(part, of_parts)}",
         )
     inner = data.get(key)
-    if inner is None:  # an older config.json that is flat
-        beside = () if part else model.get("beside_parts", ())
+    if inner is None and part:  # the defaults of its class
+        inner = {}
+    elif inner is None:  # an older config.json that is flat
+        beside = model.get("beside_parts", ())
         defaults = {**HARMLESS, **MODELS[of_parts[key]]} if beside else {}
         unread = [
-            each for each in data if part is None and _TEXT_KEYS.search(str(each))
+            each for each in data if _TEXT_KEYS.search(str(each))
             and each not in beside and data[each] not in (None, defaults.get(each))
         ]  # fmt: skip
-        if part is None and (other := _other_text(data, of_parts)):
+        if other := _other_text(data, of_parts):
             unread = [other]
-        if unread or (part is None and model.get("own_text")):
+        if unread or model.get("own_text"):
             outside = f" but {unread[0]} outside of it, where it is not read" if unread else ""
             raise ValueError(f"model_type {name!r} needs {key}: the config has none{outside}")
-        inner = {} if part else {each: data[each] for each in data if each not in of_parts}
-        inner = {**inner, "model_type": of_parts[key]}
+        inner = {each: data[each] for each in data if each not in of_parts}
     if not isinstance(inner, Mapping):
         raise ValueError(f"{key} must be an object, got {brief(inner)}")
-    inner = {**inner, "model_type": inner.get("model_type") or of_parts[key]}
-    if inner["model_type"] == name:  # the part has the model_type of the whole
-        inner["model_type"] = of_parts[key]
+    if not inner.get("model_type") or inner["model_type"] == name:  # none, or that of the whole
+        inner = {**inner, "model_type": of_parts[key]}
     return _part(inner, part_inside(inner))
