@@ -35,8 +35,7 @@ def config() -> dict[str, JSON]:
     500000.0
     """
     text = (files("rotary") / "configs" / "llama-3.1-8b.json").read_text("utf-8")
-    data: dict[str, JSON] = json.loads(text)
-    return data
+    return json.loads(text)
 
 
 def run(progress: Callable[[str], None] = lambda _: None) -> dict[str, JSON]:
@@ -92,7 +91,6 @@ def score_change(spec: Rotary, precision: Precision) -> float:
     def scores(offset: int) -> Numbers:
         cos, sin = cos_sin(spec, np.arange(256) + offset, precision)
         rotated_q, rotated_k = rotate((q, k), cos, sin, spec)
-        product: Numbers = rotated_q @ rotated_k.T
-        return product / np.sqrt(spec.head_dim)
+        return rotated_q @ rotated_k.T / np.sqrt(spec.head_dim)
 
     return float(np.abs(scores(FAR) - scores(0)).max())

@@ -232,7 +232,7 @@ def score_bound(
     """
     products, phases = _factors(spec, q, k, distance, seq_len, axes)
     sums = np.abs(np.cumsum(phases, axis=-1)).sum(axis=-1)
-    bound: Array = np.abs(np.diff(products, append=0)).max(axis=-1) * sums
+    bound = np.abs(np.diff(products, append=0)).max(axis=-1) * sums
     return bound + np.abs(still_term(spec, q, k))
 
 
@@ -283,7 +283,7 @@ def _steps(spec: Rotary, seq_len: int | None, axes: Axes) -> Turns:
 
 
 def _angles(distances: Whole, steps: Turns) -> Array:
-    signed: Whole = (distances.astype(np.uint64) * steps).astype(np.int64)
+    signed = (distances.astype(np.uint64) * steps).astype(np.int64)
     return signed * np.float64(2 * np.pi / 2**64)
 
 

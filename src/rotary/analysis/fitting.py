@@ -36,8 +36,7 @@ class Points(NamedTuple):
 
     def gap(self, curve: Array) -> Array:
         """Nearest wanted value minus the curve: 0 between lower and upper."""
-        step: Array = np.clip(curve, self.lower, self.upper) - curve
-        return step
+        return np.clip(curve, self.lower, self.upper) - curve
 
     def error(self, curve: Array) -> float:
         """Root of the weighted mean square of the gap."""
@@ -164,8 +163,7 @@ def _least_on_simplex(hessian: Array, linear: Array, free: npt.NDArray[np.bool_]
         if slope.max() <= 1e-9 * scale:
             break
         free[slope.argmax()] = True
-    total: Array = x / x.sum()
-    return total
+    return x / x.sum()
 
 
 def _waves(pull: Array, slowest: float, fastest: float, size: int) -> tuple[Array, Array, Array]:
@@ -178,8 +176,7 @@ def _waves(pull: Array, slowest: float, fastest: float, size: int) -> tuple[Arra
     height = np.fft.irfft(padded, size)[inside]
     padded[1 : len(pull) + 1] *= 1j * np.arange(1, len(pull) + 1)
     slope = np.fft.irfft(padded, size)[inside]
-    grid: Array = width * np.arange(inside.start, inside.stop, dtype=np.float64)
-    return grid, height, slope
+    return width * np.arange(inside.start, inside.stop, dtype=np.float64), height, slope
 
 
 def lower_bound(points: Points, curve: Array, slowest: float, fastest: float) -> float:
@@ -223,8 +220,7 @@ def polished(points: Points, theta: Array, slowest: float, fastest: float) -> Ar
     root, m = np.sqrt(points.weight), points.at[:, None].astype(np.float64)
 
     def missed(x: Array) -> Array:
-        away: Array = -root * points.gap(np.cos(m * np.exp(x)).mean(axis=1))
-        return away
+        return -root * points.gap(np.cos(m * np.exp(x)).mean(axis=1))
 
     now, damping = missed(x), 1e-3
     for _ in range(_STEPS):
@@ -249,5 +245,4 @@ def polished(points: Points, theta: Array, slowest: float, fastest: float) -> Ar
         damping = max(damping / 5, 1e-12)
         if gained <= 1e-7 * value or value < 1e-24:
             break
-    falling: Array = np.sort(np.exp(x))[::-1]
-    return falling
+    return np.sort(np.exp(x))[::-1]

@@ -102,8 +102,7 @@ def with_layout(data: Mapping[str, JSON], layout: str) -> dict[str, JSON]:
             return {key: replaced(inner) for key, inner in value.items()}
         return value
 
-    changed: dict[str, JSON] = replaced(data)
-    return changed
+    return replaced(data)
 
 
 def layout_of(config: object) -> str:
@@ -286,7 +285,7 @@ def seen_in_folder(path: Path, config: object) -> Seen | None:
         tensor = home[name].tensors[name]
         with open_regular(home[name].path) as file:
             rows = rows_of(file, tensor, tensor.shape[1])
-            return np.sqrt(np.concatenate([np.square(each).sum(axis=1) for each in rows]))
+            return np.concatenate([np.linalg.norm(each, axis=1) for each in rows])
 
     return seen_in(checkpoint.tensors, config, norms_of)
 

@@ -181,8 +181,7 @@ def rule_of(module: str, model: str = "") -> str:
 
 def _weights_of(model: str) -> Mapping[str, JSON]:
     """Return what models.json says of the weights of a model type; keys: tools/make_models.py."""
-    says: Mapping[str, JSON] = MODELS.get(model, {}).get("weights", {})
-    return says
+    return MODELS.get(model, {}).get("weights", {})
 
 
 def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:

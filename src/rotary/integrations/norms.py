@@ -171,10 +171,8 @@ def _is_quicker(x: Tensor) -> bool:
 def deferred_norm(left: Deferred, x: Tensor) -> Tensor:
     """Return the norm that `norm_or_defer` left out; x is now (batch, heads, seq, head_dim)."""
     if len(left.weight) == x.shape[-1]:
-        whole: Tensor = left.norm(x)
-        return whole
-    flat = x.transpose(1, 2).flatten(2)
-    y: Tensor = left.norm(flat)
+        return left.norm(x)
+    y = left.norm(x.transpose(1, 2).flatten(2))
     batch, heads, seq, width = x.shape
     return y.view(batch, seq, heads, width).transpose(1, 2)
 

@@ -53,5 +53,4 @@ def extremes(values: Values, starts: Indices) -> tuple[Indices, Indices]:
 
 def means(values: Values, starts: Indices) -> Values:
     """Return the mean of the curve in each bin; arguments as in `extremes`."""
-    sums: Values = np.add.reduceat(values, starts)
-    return sums / np.diff(starts, append=len(values))
+    return np.add.reduceat(values, starts) / np.diff(starts, append=len(values))
