@@ -250,10 +250,10 @@ def copy_calling(
         called = rotations_called(inner) if isinstance(inner, FunctionType) else ()
         is_calling = any(function in dict(names) for _, function in called)
         cells.append(CellType(copy_calling(inner, names)) if is_calling else cell)
-    return _copy(method, _renamed(code, renamed, local), cells)
+    return copy_with(method, _renamed(code, renamed, local), cells)
 
 
-def _copy(method: FunctionType, code: CodeType, cells: Iterable[CellType]) -> FunctionType:
+def copy_with(method: FunctionType, code: CodeType, cells: Iterable[CellType]) -> FunctionType:
     """Return a copy of a function with other code and another closure."""
     result = FunctionType(
         code, method.__globals__, method.__name__, method.__defaults__, tuple(cells)
@@ -272,7 +272,7 @@ def redecorated(method: FunctionType, inner: FunctionType, other: FunctionType) 
     if all(_content(cell) is not inner for cell in closure):
         raise ValueError("has a decorator that keeps it elsewhere than in its closure")
     cells = [CellType(other) if _content(cell) is inner else cell for cell in closure]
-    result = _copy(method, method.__code__, cells)
+    result = copy_with(method, method.__code__, cells)
     result.__wrapped__ = other  # type: ignore[attr-defined]
     return result
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ..kernels.torch.private import has_global_hook
 from ..kernels.torch.state import is_on_gpu, is_watched
-from .methods import redecorated
+from .methods import copy_with, redecorated
 from .styles import REFUSALS
 
 CALLED = "_rotary_norm"  # the global name of `norm_or_defer` in the file of a model
@@ -59,8 +59,7 @@ class Deferred(NamedTuple):
 
 
 # module -> the forward of its class, which may be replaced, and what that computes
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[object, RMSNorm | None]]
-_known = weakref.WeakKeyDictionary()
+_known = weakref.WeakKeyDictionary[nn.Module, tuple[object, RMSNorm | None]]()
 
 
 def rms_norm_of(module: object) -> RMSNorm | None:
@@ -229,11 +228,7 @@ def move_norms(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> M
     if not norms:
         raise ValueError("has no norm right before its rotation")
     ast.fix_missing_locations(tree)
-    result = FunctionType(
-        _code(tree, method), method.__globals__, method.__name__, method.__defaults__
-    )
-    result.__kwdefaults__ = method.__kwdefaults__
-    functools.update_wrapper(result, method)
+    result = copy_with(method, _code(tree, method), ())
     del vars(result)["__wrapped__"]  # set by update_wrapper, but the copy wraps nothing
     return MovedNorms(result, tuple(dict.fromkeys(norms)))
 
