@@ -78,17 +78,16 @@ def tables_of(rope: Rope) -> Tables | None:
 def adopt(rope: Rope, exact: Tensor | None = None) -> Tables:
     """Read the tables from vLLM's buffer; keep exact ones as long as they round to its values."""
     cache, table = cache_of(rope), rope._buffers.pop(TABLE, exact)
-    is_same = (
-        table is not None
-        and table.dtype == torch.float32
-        and table.device == cache.device
-        and torch.equal(table.to(cache.dtype), cache)
-    )
-    whole = table if table is not None and is_same else cache.float()
+    whole = cache.float()
     if cache.dtype != torch.float32:
+        if (
+            table is not None
+            and table.dtype == torch.float32
+            and table.device == cache.device
+            and torch.equal(table.to(cache.dtype), cache)
+        ):
+            whole = table
         rope.register_buffer(TABLE, whole, persistent=False)
-    else:
-        whole = cache
     version = None if cache.is_inference() else version_of(cache)
     rope.rotary_tables = _halves(rope, whole, cache, version)
     return rope.rotary_tables
