@@ -58,30 +58,29 @@ def spec_of(config: RoPEConfig, layout: str) -> Rotary:
     >>> spec_of(SimpleNamespace(dim=64, theta=1e6, scaling="none"), "half")
     Rotary(head_dim=64, base=1000000.0)
     """
+    schedule, params = "default", dict[str, float]()
     if config.scaling == "llama":
-        return Rotary(head_dim=config.dim, base=config.theta, layout=layout, schedule="llama3",
-            params={
-                "factor": config.scaling_factor,
-                "low_freq_factor": config.low_freq_factor,
-                "high_freq_factor": config.high_freq_factor,
-                "original_max_position_embeddings": config.original_max_position_embeddings,
-            })  # fmt: skip
-    if config.scaling == "yarn" and config.rope_factor > 1:
-        return Rotary(head_dim=config.dim, base=config.theta, layout=layout, schedule="yarn",
-            params={
-                "factor": config.rope_factor,
-                "original_max_position_embeddings": config.original_seq_len,
-                "beta_fast": config.beta_fast,
-                "beta_slow": config.beta_slow,
-                "truncate": config.truncate,
-                "attention_factor": 1.0,
-            })  # fmt: skip
-    if config.scaling not in ("none", "yarn"):
+        schedule, params = "llama3", {
+            "factor": config.scaling_factor,
+            "low_freq_factor": config.low_freq_factor,
+            "high_freq_factor": config.high_freq_factor,
+            "original_max_position_embeddings": config.original_max_position_embeddings,
+        }  # fmt: skip
+    elif config.scaling == "yarn" and config.rope_factor > 1:
+        schedule, params = "yarn", {
+            "factor": config.rope_factor,
+            "original_max_position_embeddings": config.original_seq_len,
+            "beta_fast": config.beta_fast,
+            "beta_slow": config.beta_slow,
+            "truncate": config.truncate,
+            "attention_factor": 1.0,
+        }  # fmt: skip
+    elif config.scaling not in ("none", "yarn"):
         raise ValueError(
             f"scaling must be 'none', 'llama' or 'yarn', got {config.scaling!r}: leave out "
             "exact=True to keep the table of torchtitan"
         )
-    return Rotary(head_dim=config.dim, base=config.theta, layout=layout)
+    return Rotary(config.dim, base=config.theta, layout=layout, schedule=schedule, params=params)
 
 
 def exact_rows(config: RoPEConfig, layout: str) -> tuple[Tensor, Tensor]:
