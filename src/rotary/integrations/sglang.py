@@ -131,16 +131,11 @@ def _rows(table: Tensor, positions: Tensor, offsets: object) -> Rows | str:
 
 
 _SELF = ("self", "positions", "query", "key")
+_ALL = (*_SELF, "offsets", "fused_set_kv_buffer_arg")
 HOOKS = {  # class.method below _ROPE -> how this library computes it
-    "base.RotaryEmbedding.forward_native": Method(
-        (*_SELF, "offsets", "fused_set_kv_buffer_arg"), by_position
-    ),
-    "base.RotaryEmbedding.forward_cpu": Method(
-        (*_SELF, "offsets", "fused_set_kv_buffer_arg"), by_position
-    ),
-    "base.RotaryEmbedding.forward_cuda": Method(
-        (*_SELF, "offsets", "fused_set_kv_buffer_arg"), by_position, is_in_place=True
-    ),
+    "base.RotaryEmbedding.forward_native": Method(_ALL, by_position),
+    "base.RotaryEmbedding.forward_cpu": Method(_ALL, by_position),
+    "base.RotaryEmbedding.forward_cuda": Method(_ALL, by_position, is_in_place=True),
     "mrope.MRotaryEmbedding.forward_native": Method(
         (*_SELF, "fused_set_kv_buffer_arg"), by_axes_native
     ),

@@ -107,15 +107,15 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
         """Add new keys and values, and return those to attend to; then drop the ones too old."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        dropped, attended = self._dropped(), None
-        keys = cat((self.keys, key_states), dim=-2)
+        dropped = self._dropped()
+        attended = keys = cat((self.keys, key_states), dim=-2)
         values = cat((self.values, value_states), dim=-2)
         if dropped and self.sinks:
             moved = rerotate(self.keys[:, :, : self.sinks], self.spec, shift=dropped, seq_dim=-2)
             attended = cat((moved, keys[:, :, self.sinks :]), dim=-2)
         self.cumulative_length += key_states.shape[-2]
         self.keys, self.values = self._kept(keys), self._kept(values)
-        return keys if attended is None else attended, values
+        return attended, values
 
     def _kept(self, states: Tensor) -> Tensor:
         if states.shape[-2] <= self.sinks + self.window:
