@@ -45,7 +45,7 @@ class Layouts {
       const { top, middle } = this.rows[row];
       const [first, second] = order.pairs[0];
       const title = `${order.name}: channels ${first} and ${second} turn together`;
-      const isLong = title.length * 7.4 > this.wide;
+      const isLong = title.length * BOLD > this.wide;
       node(svg, "text", { x: 4, y: top + 10, class: "strong" }, isLong ? title.replace("channels ", "") : title);
       node(svg, "line", { x1: 4, x2: 4 + this.bar * order.k.length, y1: middle, y2: middle, class: "grid" });
       const bars = order.pairs.map((_, i) => node(svg, "path", { class: `bar ${COLOURS[i]}` }));

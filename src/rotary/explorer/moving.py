@@ -108,12 +108,11 @@ def methods(look: Look) -> Picture:
     ways = _methods(look)
     seen = np.minimum(look.trained * inv_freq(look.before)[0], 2 * np.pi)
     last = max(look.context, look.trained)
-    columns: dict[str, Numbers] = {
-        "pair": np.arange(len(before)),
-    }
-    new = {}
+    columns: dict[str, Numbers] = {"pair": np.arange(len(before))}
+    new, stretched = {}, []
     for name, spec in ways.items():
-        columns[re.sub(r"\W+", "_", name)] = inv_freq(spec, last)[0]
+        speeds = columns[re.sub(r"\W+", "_", name)] = inv_freq(spec, last)[0]
+        stretched.append(Stretched(name, tuple((look.spec.sign * speeds).tolist())))
         share = extension.unseen(look.before, look.trained, spec, [last - 1], last)[0]
         new[name] = int((share > 0.005).sum())
     listed = ", ".join(f"{name} {count}" for name, count in new.items())
@@ -127,16 +126,8 @@ def methods(look: Look) -> Picture:
         words += " Choose a context longer than the training to see what scaling does."
     elif len(ways) < len(METHODS):
         words += f" The published methods do not stretch the schedule {look.plain.schedule!r}."
-    sign = look.spec.sign
-    moving = Stretch(
-        tuple((sign * before).tolist()),
-        tuple(seen.tolist()),
-        tuple(
-            Stretched(name, tuple((sign * inv_freq(spec, last)[0]).tolist()))
-            for name, spec in ways.items()
-        ),
-        last - 1,
-    )
+    turning = tuple((look.spec.sign * before).tolist())
+    moving = Stretch(turning, tuple(seen.tolist()), tuple(stretched), last - 1)
     return Picture(columns, words, Figure(Axis("pair"), Axis(""), moving=moving))
 
 

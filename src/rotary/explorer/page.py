@@ -194,8 +194,7 @@ def file(name: str) -> str:
 @lru_cache(maxsize=32)
 def _picture(name: str, *looks: Look) -> Picture:
     """Return the picture of a view. It is cached: of two compared sides, one changes at a time."""
-    view = VIEWS[name]
-    return view.draw(*looks)
+    return VIEWS[name].draw(*looks)
 
 
 def _options(names: list[str] | tuple[str, ...]) -> str:
