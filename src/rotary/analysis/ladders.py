@@ -93,7 +93,8 @@ def wanted_curve(
     if outside.any():
         raise ValueError(f"B_m / B_0 is in -1 .. 1, got {values[outside][0]} in the curve")
     line = np.interp(np.log(at), np.log(places), values.astype(np.float64))
-    return Wanted(line, line, _floor(floor, len(at)))
+    least = -np.inf if floor is None else number("floor", floor)
+    return Wanted(line, line, np.full(len(at), least))
 
 
 def wanted_level(
@@ -263,13 +264,13 @@ def _descended(
     points: Points, sample: Points, floor: Array, theta: Array, slowest: float, fastest: float
 ) -> tuple[float, float, Array]:
     """(how far it falls below the floor, error, frequencies) of a descent from `theta`."""
-    best = None
+    best = np.inf, np.inf, theta
     for doublings in range(_FLOOR_ROUNDS):
         theta = fitting.polished(sample, theta, slowest, fastest)
         curve = fitting.mean_cosine(theta, len(floor))
         above = curve - floor
         reached = (max(0.0, _PROVABLE - float(above.min())), points.error(curve), theta)
-        best = reached if best is None else min(best, reached, key=lambda each: each[:2])
+        best = min(best, reached, key=lambda each: each[:2])
         if above.min() > _PROVABLE:
             break
         ends = np.concatenate([[np.inf], above, [np.inf]])
@@ -278,7 +279,6 @@ def _descended(
         weight = np.full(len(at), 2.0**doublings / 256)
         added = Points(at, weight, floor[at - 1] + _MARGIN, np.full(len(at), np.inf))
         sample = sample.joined(added)
-    assert best is not None
     return best
 
 
@@ -312,7 +312,3 @@ def _share(name: str, value: float) -> float:
     if not 0 <= number(name, value) <= 1:
         raise ValueError(f"{name} is a share of B_0, in 0 .. 1; got {value}")
     return float(value)
-
-
-def _floor(floor: float | None, length: int) -> Array:
-    return np.full(length, -np.inf if floor is None else number("floor", floor))
