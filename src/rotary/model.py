@@ -140,12 +140,8 @@ and positions=, those of its tokens
         )
     configs = _configs(model)
     config = getattr(model, "config", None) if configs[""].config is None else configs[""].config
-    note = ""
     if any(parameter.is_meta for parameter in model.parameters()):
-        note = "its parameters are on the meta device"
-        return _from_config(config, note)
-    seen: list[Rotation] = []
-    candidates = np.zeros(0)
+        return _from_config(config, "its parameters are on the meta device")
     for args, kwargs, at in examples(model, example, positions, _axes(config)):
         with unchanged(model):
             seen, error = watch(model, args, kwargs, len(at))
