@@ -7,16 +7,14 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from ..kernels import Numbers as Array
 from ..schedules import yarn_amplitude
 from .fit import BASES, FLOAT32_RATIO, Fit, Measured, fit, rounded
 from .pairs import Pairs, wrapped
 from .probe import Finding
 
-Array = npt.NDArray[np.float64]
 NEAR = 64  # positions around which neighbours are told apart in every float type
-
 
 # code, text, and the exponent (from rotary_dim, head_dim) that makes the measured base a usual one
 EXPONENTS: tuple[tuple[str, Callable[[int, int], float], str], ...] = (

@@ -163,13 +163,12 @@ def spec_of(rotation: Turned, positions: Array, frequencies: Array) -> Rotary:
     sign = -1 if (rates < 0).any() and not (rates > 0).any() else 1
     # 1e-6: the relative error of float32 formulas
     noise = 4 * rotation.noise / farthest[axes] + 1e-6 * np.abs(rates)
-    inv_freq = _in_model(sign * rates, noise, frequencies)
-    is_in_model = inv_freq is not None
-    inv_freq = sign * rates if inv_freq is None else inv_freq
+    inv_freq = sign * rates
+    if (exact := _in_model(inv_freq, noise, frequencies)) is not None:
+        inv_freq, noise = exact, 1e-9 * exact
     measured = Measured(
-        inv_freq, 1e-9 * inv_freq if is_in_model else noise, rotation.rotary_dim,
-        rotation.amplitude, 4 * rotation.noise, len(by_axis),
-    )  # fmt: skip
+        inv_freq, noise, rotation.rotary_dim, rotation.amplitude, 4 * rotation.noise, len(by_axis)
+    )
     explained = fit(measured)
     return Rotary(
         head_dim=rotation.head_dim,
