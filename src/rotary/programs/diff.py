@@ -73,15 +73,15 @@ class Reading(NamedTuple):
 
     framework: str
     version: str
-    schedule: str
-    inv_freq: Array | None
-    attention_factor: float | None
-    switch: str
-    refuses: str
-    not_compared: str
-    notes: tuple[str, ...]
-    advice: str
-    source: str
+    schedule: str = ""
+    inv_freq: Array | None = None
+    attention_factor: float | None = None
+    switch: str = ""
+    refuses: str = ""
+    not_compared: str = ""
+    notes: tuple[str, ...] = ()
+    advice: str = ""
+    source: str = ""
 
     def to_dict(self) -> dict[str, JSON]:
         """Return the reading as JSON-ready data.
@@ -276,9 +276,7 @@ def _read_all(case: Case, part: str | None) -> tuple[Reading, ...]:
 
 def _read(program: Program, case: Case, is_text: bool) -> Reading:
     rule, source = program.rules.get(case.rope_type, program.unknown)
-    reading = Reading(
-        program.name, program.version, "", None, None, "", "", "", program.notes, "", source
-    )  # fmt: skip
+    reading = Reading(program.name, program.version, notes=program.notes, source=source)
     try:
         if not is_text and program is not TRANSFORMERS:
             raise NotComparedError("only the text part is compared")
