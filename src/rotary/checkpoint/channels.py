@@ -121,8 +121,8 @@ def place_of(
                 f"{where} has shape {shape}, but its projection has {size} output channels"
             )
         return Place(axis)
+    weight = tensors.get("weight")  # U8 may hold several numbers in a byte
     if shape[0] == size:
-        weight = tensors.get("weight")  # U8 may hold several numbers in a byte
         is_square = weight is None or weight.dtype == "U8" or weight.shape[-1] == size
         if len(shape) == 1 and is_square and not re.fullmatch(SCALES_OF_ROWS, parameter):
             raise ValueError(
@@ -130,7 +130,6 @@ def place_of(
                 "leave (--leave)"
             )
         return Place(0)
-    weight = tensors.get("weight")
     inputs = weight.shape[-1] if weight is not None and len(weight.shape) == 2 else None
     blocks = math.ceil(size / block[0]), None if inputs is None else math.ceil(inputs / block[1])
     if shape == blocks:

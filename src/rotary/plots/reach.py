@@ -159,9 +159,8 @@ def base_bound(
         line = panel.plot(at, values, marker=".", **curve(index))[0]
         entries.append((f"smallest base, head_dim {head_dim}", line))
     models = named(specs) if specs is not None else {}
-    targets = {plain(name): whole_number("contexts", n) for name, n in (contexts or {}).items()}
-    if unknown := set(targets) - set(models):
-        raise ValueError(f"contexts names {sorted(unknown)[0]!r}, which is not among the specs")
+    targets = {name: whole_number("contexts", n)
+               for name, n in of_each("contexts", contexts, models).items()}  # fmt: skip
     limit = 2**20
     for index, (name, spec) in enumerate(models.items(), start=len(smallest)):
         failing = bounds.first_failure(spec, limit, seq_len=targets.get(name))
