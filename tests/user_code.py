@@ -11,7 +11,6 @@ from rotary import attention
 from rotary.nn import RotaryEmbedding
 
 Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
 

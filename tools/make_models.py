@@ -136,13 +136,11 @@ CODE: dict[str, dict[str, Any]] = {
         ("olmo3", "step3p5"),
         {"layer_names": {"full_attention": {THETA: THETA}}, "scaled_layers": ["full_attention"]},
     ),
-    **dict.fromkeys(
-        ("hy_v4", "minicpm3"), {"plain_head_dim": "ignored"}
-    ),
+    **dict.fromkeys(("hy_v4", "minicpm3"), {"plain_head_dim": "ignored"}),
     "hy_v4_vl_text": {
         **INTERLEAVED, "plain_head_dim": "ignored", "names": {"head_dim": "qk_rope_head_dim"},
     },
-    **dict.fromkeys(("jetmoe",), {"plain_head_dim": "wins"}),
+    "jetmoe": {"plain_head_dim": "wins"},
     **dict.fromkeys(
         ("gpt_neox", "gpt_neox_japanese"),
         {"names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}},
@@ -650,8 +648,8 @@ def unread(config: Any, has_layers: bool) -> dict[str, list[str]]:
         beside = _rope(config, {key: value, "rope_parameters": nested or dict(LINEAR)})
         if key in found["unread_alone"] and not _holds(beside, key, value):
             found["unread"].append(key)
-        silent, scaled = _rope(config, {}), _rope(config, {"rope_parameters": dict(LINEAR)})
-        if not has_layers and silent and scaled and silent.get(key) != scaled.get(key):
+        scaled = _rope(config, {"rope_parameters": dict(LINEAR)})
+        if not has_layers and plain and scaled and plain.get(key) != scaled.get(key):
             found["needed"].append(key)
     scaled = _rope(config, {"rope_scaling": dict(LINEAR)})
     if not has_layers and scaled is not None and scaled.get("factor") != LINEAR["factor"]:

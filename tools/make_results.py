@@ -52,18 +52,17 @@ def found(
     context: int, head_dim: int, bar: Progress, safe: bool
 ) -> tuple[MinBase, SafeBase | None]:
     """The smallest and the safe base of a context, with a bar for each."""
-    steps: list[tuple[str, Callable[..., MinBase | SafeBase]]] = [("smallest base", min_base)]
-    steps += [("safe base", safe_base)] if safe else []
-    results: dict[str, MinBase | SafeBase] = {}
-    for text, search in steps:
+
+    def searched(text: str, search: Callable[..., Any], **start: float) -> Any:
         task = bar.add_task(f"{text}, {context:,} tokens, head_dim {head_dim}", total=1.0)
-        start = {"start": results["smallest base"].base} if results else {}
-        results[text] = search(
-            context, head_dim, **start,
-            progress=lambda share, task=task: bar.update(task, completed=share),
-        )  # fmt: skip
+        result = search(
+            context, head_dim, progress=lambda share: bar.update(task, completed=share), **start
+        )
         bar.update(task, completed=1.0, visible=False)
-    return results["smallest base"], results.get("safe base")  # type: ignore[return-value]
+        return result
+
+    least = searched("smallest base", min_base)
+    return least, searched("safe base", safe_base, start=least.base) if safe else None
 
 
 def label(thousands: int) -> str:
