@@ -27,7 +27,7 @@ from rotary.explorer import build, figures, models, page, server, views
 from rotary.explorer.models import PASTED, pasted, presets, published
 from rotary.explorer.side import METHODS, FieldError, Side, look
 from rotary.explorer.state import State, from_fields, shown, to_fields, to_query
-from rotary.explorer.views import VIEWS, ViewOfTwo
+from rotary.explorer.views import VIEWS
 
 CONFIGS = Path(__file__).parent / "configs"
 LLAMA_2 = Side(model="llama-2-7b")
@@ -38,7 +38,7 @@ CONFIG = '{"model_type": "llama", "hidden_size": 512, "num_attention_heads": 4, 
 def picture(view, seen):
     """The picture of a view; of a view of two, with itself."""
     found = VIEWS[view]
-    return found.draw(seen, seen) if isinstance(found, ViewOfTwo) else found.draw(seen)
+    return found.draw(seen, seen) if found.is_of_two else found.draw(seen)
 
 
 # Models

@@ -15,7 +15,7 @@ from tools import make_gallery
 
 from rotary.explorer import views
 from rotary.explorer.side import Side, look
-from rotary.explorer.views import LEARN, VIEWS, ViewOfTwo
+from rotary.explorer.views import LEARN, VIEWS
 
 pytestmark = pytest.mark.slow
 GALLERY = Path(__file__).resolve().parent.parent / "build" / "gallery"
@@ -80,7 +80,7 @@ def test_every_view_fits_its_screen_and_every_control_is_in_sight_of_it(show, sc
         assert page.evaluate(CUT) == [], view
         picture = page.locator("#plot-a").bounding_box()
         assert picture["y"] + picture["height"] <= height, view
-        is_of_two = isinstance(VIEWS[view], ViewOfTwo)
+        is_of_two = VIEWS[view].is_of_two
         assert page.locator("#side-b").is_visible() == is_of_two
         if not is_of_two and (number + [*WIDTHS].index(screen)) % 2:
             continue  # of each group, every second view is walked through on this screen

@@ -14,7 +14,7 @@ from .figures import Picture, as_script
 from .models import MAX_HEAD_DIM, MAX_PASTED, PASTED, presets
 from .side import METHODS, FieldError, Look
 from .state import State, from_fields, shown, to_fields, to_query
-from .views import VIEWS, ViewOfTwo
+from .views import VIEWS
 
 HERE = Path(__file__).parent
 SCRIPTS = ("chart.js", "motion.js", "hands.js", "layouts.js", "methods.js")  # needed by a figure
@@ -76,10 +76,9 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
     except FieldError as error:
         return {"errors": {error.field: str(error)[:400]}}
     view = VIEWS[state.view]
-    is_of_two = isinstance(view, ViewOfTwo)
-    figures = "ab" if state.compared and not is_of_two else "a"
+    figures = "ab" if state.compared and not view.is_of_two else "a"
     pictures, errors, no_config = {}, {}, {}
-    for letters in ["ab"] if is_of_two else figures:
+    for letters in ["ab"] if view.is_of_two else figures:
         try:
             picture = _of_sides(state, letters)
         except ValueError as error:
@@ -97,7 +96,7 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
         "text": view.text,
         "group": view.group,
         "figures": figures,
-        "controls": "ab" if is_of_two or state.compared else "a",
+        "controls": "ab" if view.is_of_two or state.compared else "a",
         "pictures": pictures,
         "no_config": no_config,
         "errors": errors,
@@ -175,7 +174,7 @@ def figure_html(state: State, letter: str) -> str:
 
 def _letters(state: State, letter: str) -> str:
     """Return the sides that the picture of a side shows: both, for a view of two."""
-    return "ab" if isinstance(VIEWS[state.view], ViewOfTwo) else letter
+    return "ab" if VIEWS[state.view].is_of_two else letter
 
 
 def config_json(state: State, letter: str) -> str:

@@ -30,11 +30,8 @@ class View(NamedTuple):
     title: str
     group: str
     text: str
-    draw: Callable[..., Picture]  # of one Look
-
-
-class ViewOfTwo(View):
-    """A view of A and B in one picture: its function takes the Look of each."""
+    draw: Callable[..., Picture]  # of one Look, or of those of A and B
+    is_of_two: bool = False
 
 
 VIEWS: dict[str, View] = {
@@ -85,8 +82,8 @@ VIEWS: dict[str, View] = {
         "context, then copy the config. The same as rotary plan, which starts from the model as "
         "published, whatever method is chosen.", plan,
     ),
-    "models": ViewOfTwo(
+    "models": View(
         "Two models", DECIDE, "What differs between the RoPE of A and of B, and what that means "
-        "for weights and cached keys.", difference,
+        "for weights and cached keys.", difference, is_of_two=True,
     ),
 }  # fmt: skip
