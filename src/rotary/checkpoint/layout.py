@@ -125,11 +125,7 @@ def marked_layout(config: object) -> str | None:
     'interleaved'
     """
     text, _ = _text_part(load(config))
-    if LAYOUT_MARK not in text:
-        return None
-    if not isinstance(text[LAYOUT_MARK], bool):
-        raise ValueError(f"{LAYOUT_MARK} must be true or false, got {text[LAYOUT_MARK]!r}")
-    return "interleaved" if text[LAYOUT_MARK] else "half"
+    return layout_of_weights(text, {}) if LAYOUT_MARK in text else None
 
 
 def unread_layout(config: object) -> Unread | None:
