@@ -135,11 +135,9 @@ def lowest(
     most = float(np.abs(weight).sum()) + abs(constant)
     if most == 0:
         raise ValueError("weights and still are all 0, so there is no similarity to compare")
-    best = (math.inf, 0)
-    for first, values in _blocks(theta, weight, constant, length):
-        at = int(values.argmin())
-        best = min(best, (float(values[at]), first + at))
-    return best[1], best[0] / most
+    blocks = _blocks(theta, weight, constant, length)
+    least, at = min((float(values.min()), first + int(values.argmin())) for first, values in blocks)
+    return at, least / most
 
 
 def survey(
