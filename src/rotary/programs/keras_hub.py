@@ -29,11 +29,7 @@ def opens(case: Case) -> Case:
     if model_type == "gemma4":
         kept = case.rope_type if case.rope_type == "proportional" else "default"
         return case._replace(rope_type=kept, advice=_dropped(case, kept))
-    if model_type in FIXED_BASE:
-        return case._replace(
-            rope={}, rope_type="default", base=10_000.0, advice=_dropped(case, "default")
-        )
-    base = _base(case)
+    base = 10_000.0 if model_type in FIXED_BASE else _base(case)
     if model_type == "gpt_oss":
         return case._replace(rope_type="yarn" if case.rope else "default", base=base)
     if model_type == "llama":

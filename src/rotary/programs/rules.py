@@ -155,9 +155,8 @@ def yarn(
         "original_max_position_embeddings": trained or required_length(case.trained),
         "truncate": truncate,
     }
-    if reads_betas:
-        for name in ("beta_fast", "beta_slow"):
-            params |= {name: case.rope[name]} if case.rope.get(name) else {}
+    betas = ("beta_fast", "beta_slow") if reads_betas else ()
+    params |= {name: case.rope[name] for name in betas if case.rope.get(name)}
     return computed(case, "yarn", amplitude, advice=advice, **params)
 
 
