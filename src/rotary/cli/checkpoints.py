@@ -71,11 +71,9 @@ def convert(
 
     if target is None and not dry_run:
         raise typer.BadParameter("TARGET is needed, a new folder, unless --dry-run is given")
-    config_path = None if config is None else str(config)
     work = prepare(
-        source, target or source, from_layout, to_layout, config_path, trust_source, leave or (),
-        verify,
-    )  # fmt: skip
+        source, target or source, from_layout, to_layout, config, trust_source, leave or (), verify
+    )
     todo, shards = work.plan, work.checkpoint.shards
     not_copied = [str(path) for path in work.checkpoint.left]
     header: tuple[str, ...] = ("", "")
