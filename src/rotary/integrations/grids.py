@@ -106,18 +106,13 @@ def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
     own = type(module).forward
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        operands = (*args, *kwargs.values())
-        if (
-            len(operands) != 1
-            or not isinstance(operands[0], Tensor)
-            or (augments and self.training)
-        ):
-            return own(self, *args, **kwargs)
-        at = positions_of(self, operands[0])
-        if at.shape[-1] != spec.num_axes:
-            return own(self, *args, **kwargs)
-        exact = tables(at.to(operands[0].device))
-        return exact if len(exact) == 2 else exact[0]
+        xs = (*args, *kwargs.values())
+        if len(xs) == 1 and isinstance(xs[0], Tensor) and not (augments and self.training):
+            at = positions_of(self, xs[0])
+            if at.shape[-1] == spec.num_axes:
+                exact = tables(at.to(xs[0].device))
+                return exact if len(exact) == 2 else exact[0]
+        return own(self, *args, **kwargs)
 
     return forward
 
