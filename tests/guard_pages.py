@@ -31,7 +31,8 @@ import ml_dtypes
 import numpy as np
 import torch
 from guarded_memory import FILL, Guarded
-from kernel_cases import DTYPES, to_torch
+from kernel_cases import DTYPES
+from kernel_cases import to_torch as tensor
 
 import rotary
 from rotary.kernels.cpu import fused_jobs, jobs, move, threads
@@ -148,7 +149,7 @@ def guarded_like(original):
             return original(x)
         order = np.argsort([-step or -math.inf for step in x.stride()], kind="stable")
         shape = [x.shape[axis] for axis in order]
-        made = to_torch(MEMORY.place(shape, NAMES[x.dtype], value=0, is_new=True))
+        made = tensor(MEMORY.place(shape, NAMES[x.dtype], value=0, is_new=True))
         return made.permute(*np.argsort(order).tolist())
 
     return like
@@ -279,10 +280,6 @@ def move_codes(form):
 
 
 # on torch tensors, which have no negative strides
-
-
-def tensor(array):
-    return to_torch(array)
 
 
 def torch_out(form):

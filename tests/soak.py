@@ -143,7 +143,7 @@ def torch_jobs():
 
             def trained(x=x, at=at):
                 x = x.clone().requires_grad_()
-                (z,) = (rotary.apply(spec, x, positions=at, seq_dim=-2),)
+                z = rotary.apply(spec, x, positions=at, seq_dim=-2)
                 return z, *torch.autograd.grad(z.float().square().sum(), x)
 
             step = rotary.prepare(rotary.apply, spec, x, y, positions=at, seq_dim=-2)
