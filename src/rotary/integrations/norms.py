@@ -278,13 +278,9 @@ def _code(tree: ast.Module, method: FunctionType) -> CodeType:
 
 def _blocks(function: ast.FunctionDef) -> list[list[ast.stmt]]:
     """Return every list of statements that run one after the other."""
-    blocks = []
-    for node in ast.walk(function):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list):
-                blocks.append(block)
-    return blocks
+    names = ("body", "orelse", "finalbody")
+    blocks = (getattr(node, name, None) for node in ast.walk(function) for name in names)
+    return [block for block in blocks if isinstance(block, list)]
 
 
 def _item(of: ast.expr, index: int) -> ast.Subscript:
