@@ -12,7 +12,7 @@ import operator
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .blackbox.examine import Answer, examine
 from .blackbox.forms import (
     LIBRARIES,
     TABLES,
+    Ways,
     boxes_with_positions,
     boxes_with_tables,
     by_place,
@@ -166,7 +167,7 @@ def identify(
             "rotary_dim belongs to f(q, k, cos, sin): for f(x, positions) it is measured"
         )
     ways = [boxes_with_positions(f, head_dim, seq_dim, library, dtype, num_axes) for f in fns]
-    boxes = [first_that_works(way) for way in ways]
+    boxes = [box for way in ways for box in first_that_works(way)]
     return _with_differences(boxes, [examine(box, max_position) for box in boxes])
 
 
@@ -267,9 +268,7 @@ def _difference(q: Rotary | None, k: Rotary | None) -> str:
     return f": {shown or 'frequencies or amplitude'}"
 
 
-def _with_tables(
-    boxes_of: Callable[[Array, str], Iterator[tuple[str, Any]]], width: int
-) -> Identification:
+def _with_tables(boxes_of: Callable[[Array, str], Ways], width: int) -> Identification:
     """Identify f(q, k, cos, sin), with the order of table columns that fits it best.
 
     boxes_of  (inv_freq, order) -> the boxes to try, with such tables

@@ -4,13 +4,13 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from .probe import Array, Box, Converter, rotation_of_rows, sample
 
 LIBRARIES = ("numpy", "torch")
+Ways = Iterator[tuple[str, tuple[Box, ...]]]  # in words, and a box for each array it rotates
 TABLES: Mapping[str, Callable[[Array], Array]] = {  # orders of the columns of a table
     "tile": lambda table: np.concatenate([table, table], -1),
     "repeat": lambda table: np.repeat(table, 2, -1),
@@ -72,7 +72,7 @@ def boxes_with_positions(
     library: str | None,
     dtype: str,
     axes: int,
-) -> Iterator[tuple[str, Box]]:
+) -> Ways:
     """Yield ways to call f(x, positions): by library, positions without and with a batch axis."""
     for name, convert in _converters(library, dtype):
         for lead in ((), (1,)):
@@ -82,7 +82,7 @@ def boxes_with_positions(
                 return {"x": x, "positions": p.reshape(lead + p.shape) if is_one_row else p}
 
             box = Box(fn, convert, head_dim, seq_dim, axes, dtype, arguments)
-            yield f"{name}, positions {'(1, seq' if lead else '(seq'})", box
+            yield f"{name}, positions {'(1, seq' if lead else '(seq'})", (box,)
 
 
 def boxes_with_tables(
@@ -93,7 +93,7 @@ def boxes_with_tables(
     dtype: str,
     inv_freq: Array,
     order: str,
-) -> Iterator[tuple[str, tuple[Box, Box]]]:
+) -> Ways:
     """Yield ways to call f(q, k, cos, sin), tables in one `order`: a box of q and one of k each."""
     for name, convert in _converters(library, dtype):
         for lead in ((1,), (), (1, 1)):
@@ -134,21 +134,19 @@ def _converters(library: str | None, dtype: str) -> Iterator[tuple[str, Converte
     )
 
 
-def first_that_works(ways: Iterator[tuple[str, Any]]) -> Any:
-    """Return the first way to call that gives finite numbers of the right shape, or ValueError."""
+def first_that_works(ways: Ways) -> tuple[Box, ...]:
+    """Return the boxes of the first way with finite numbers of the right shape, or ValueError."""
     refusals: dict[str, str] = {}  # the error, and the first way that gave it
-    for name, way in ways:
+    for name, boxes in ways:
         try:
-            for box in way if isinstance(way, tuple) else (way,):
+            for box in boxes:
                 # 2 heads, 5 tokens: a wrong broadcast cannot pass as a right one
                 box(sample(box, 1, 2, 5), box.positions(np.arange(5)))
         except ValueError as error:
             refusals.setdefault(str(error), name)
         else:
-            return tuple(map(_asked_by_row, way)) if isinstance(way, tuple) else _asked_by_row(way)
+            return tuple(
+                dataclasses.replace(box, by_row=rotation_of_rows(box) is not None) for box in boxes
+            )
     shown = [f"{name}: {error}" for error, name in refusals.items()]
     raise ValueError(f"no way to call it works: {'; '.join(shown[:3]) or 'no array library'}")
-
-
-def _asked_by_row(box: Box) -> Box:
-    return dataclasses.replace(box, by_row=rotation_of_rows(box) is not None)

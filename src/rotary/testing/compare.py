@@ -189,7 +189,8 @@ def _boxes(
     """Yield the boxes of q and k; for tables once for every order of columns that fn accepts."""
     how = (spec.head_dim, seq_dim, library, dtype)
     if kind == "positions":
-        yield [first_that_works(boxes_with_positions(fn, *how, spec.num_axes)) for fn in fns]
+        ways = [boxes_with_positions(fn, *how, spec.num_axes) for fn in fns]
+        yield [box for way in ways for box in first_that_works(way)]
         return
     refusals = []
     for order in TABLES:
