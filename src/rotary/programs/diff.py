@@ -93,7 +93,7 @@ class Reading(NamedTuple):
         return {**self._asdict(), "inv_freq": inv_freq, "notes": list(self.notes)}
 
 
-Readings = Mapping[int, tuple[Reading, ...]]  # of the programs in order, by length
+Readings = Mapping[int, Mapping[str, Reading]]  # by length and program
 
 
 class Difference(NamedTuple):
@@ -177,7 +177,7 @@ def readings(
     vLLM         1.15e-04 never
     SGLang       8.88e-06 never
     """
-    return _read_all(_case(choose(config, layer_type, part), seq_len), part)
+    return tuple(_read_all(_case(choose(config, layer_type, part), seq_len), part).values())
 
 
 def diff(
@@ -208,7 +208,7 @@ decimal point, as 8.0.
         lengths.add(trained)
     by_length = {length: _read_all(_case(entry, length), part) for length in sorted(lengths)}
     of_longest = by_length[max(by_length)]
-    accepted = [reading.framework for reading in of_longest if reading.inv_freq is not None]
+    accepted = [name for name, reading in of_longest.items() if reading.inv_freq is not None]
     reference = accepted[0] if accepted else ""
     differences = tuple(_farthest(name, reference, by_length) for name in accepted[1:])
     verdict = _verdict(by_length, reference, differences, longest.rope_type)
@@ -217,7 +217,7 @@ decimal point, as 8.0.
             f" Layouts are not compared: {LAYOUT_MARK} makes mlx-lm pair adjacent channels, and "
             "the other programs do not read it."
         )
-    return Diff(of_longest, tuple(by_length), reference, differences, verdict)
+    return Diff(tuple(of_longest.values()), tuple(by_length), reference, differences, verdict)
 
 
 def _case(config: Config, seq_len: int | None) -> Case:
@@ -269,9 +269,9 @@ def _check_values(keys: Mapping[str, JSON]) -> None:
             _check_values(value)
 
 
-def _read_all(case: Case, part: str | None) -> tuple[Reading, ...]:
+def _read_all(case: Case, part: str | None) -> dict[str, Reading]:
     is_text = part is None or part in TEXT_PARTS
-    return tuple(_read(program, case, is_text) for program in PROGRAMS)
+    return {program.name: _read(program, case, is_text) for program in PROGRAMS}
 
 
 def _read(program: Program, case: Case, is_text: bool) -> Reading:
@@ -295,8 +295,7 @@ def _read(program: Program, case: Case, is_text: bool) -> Reading:
 def _farthest(name: str, reference: str, by_length: Readings) -> Difference:
     """Return the largest difference, over all lengths, of two programs that accept the config."""
     differences = []
-    for length, readings in by_length.items():
-        of = {reading.framework: reading for reading in readings}
+    for length, of in by_length.items():
         inv_freq = _relative(of[name].inv_freq, of[reference].inv_freq)
         amplitude = _relative(of[name].attention_factor, of[reference].attention_factor)
         differences.append(Difference(name, length, inv_freq, amplitude))
@@ -319,7 +318,7 @@ def _relative(theirs: npt.ArrayLike | None, ours: npt.ArrayLike | None) -> float
 def _verdict(
     by_length: Readings, reference: str, differences: tuple[Difference, ...], rope_type: str
 ) -> str:
-    readings = {reading.framework: reading for reading in by_length[max(by_length)]}
+    readings = by_length[max(by_length)]
     refusing = [name for name, reading in readings.items() if reading.refuses]
     compared = [name for name, reading in readings.items() if reading.inv_freq is not None]
     apart = sorted((each for each in differences if not each.agrees), key=_size, reverse=True)
@@ -347,14 +346,9 @@ def _verdict(
     ):
         advice = f"To be read by more, {RENAME[rope_type]}"
     elif apart and not advice:  # the advice for the program that is farthest off and has one
-        lines = (
-            reading.advice
-            for each in apart
-            for reading in by_length[each.seq_len]
-            if reading.framework == each.framework and reading.advice
-        )
+        lines = (by_length[each.seq_len][each.framework].advice for each in apart)
         share = "Not all obey partial_rotary_factor: remove it where the model rotates whole heads"
-        advice = next(lines, share if apart[0].inv_freq == math.inf else "")
+        advice = next(filter(None, lines), share if apart[0].inv_freq == math.inf else "")
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"
 
 
