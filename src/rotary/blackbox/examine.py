@@ -365,11 +365,9 @@ def _with_precision(
         right = min(right, longest_safe_position(spec, right_to))
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
-    until = (
-        f", off by more than {in_rad(right_to)} rad at some positions above {right:,}"
-        if len(wrong)
-        else ""
-    )
+    until = ""
+    if len(wrong):
+        until = f", off by more than {in_rad(right_to)} rad at some positions above {right:,}"
     findings = [
         Finding(kind.replace(" ", "_"), f"computed with {kind}{until}")
         for kind in kinds

@@ -81,11 +81,10 @@ def turned(x: Array, y: Array, dtype: str) -> Turned | None:
             and amplitude > tolerance
             and np.abs(wrapped(np.angle(ratio / ratio[0]))).max() > max(2 * tolerance, _LEAST)
         ):
-            return Turned(
-                x.shape[-1], rotary_dim, start, layout, out_layout, np.angle(ratio),
-                tolerance / 4, 1.0 if abs(amplitude - 1) < _ALIKE * max(1, tolerance * 1e3)
-                else amplitude,
-            )  # fmt: skip
+            if abs(amplitude - 1) < _ALIKE * max(1, tolerance * 1e3):
+                amplitude = 1.0
+            channels = rotary_dim, start, layout, out_layout
+            return Turned(x.shape[-1], *channels, np.angle(ratio), tolerance / 4, amplitude)
     return None
 
 
