@@ -96,9 +96,5 @@ def _huge_pages() -> Finding:
     except OSError:
         return Finding("huge pages", "unknown on this system")
     mode = setting[setting.find("[") + 1 : setting.find("]")]
-    advice = (
-        "new large outputs take several times as long as a copy; use out="
-        if mode == "never"
-        else ""
-    )
-    return Finding("huge pages", mode, advice)
+    advice = "new large outputs take several times as long as a copy; use out="
+    return Finding("huge pages", mode, advice if mode == "never" else "")

@@ -51,7 +51,7 @@ def inspect(
     others = [] if is_gguf(config) else [name for name in parts(config) if name not in asked]
     if as_json:
         one = reports.get(layer_type) if len(reports) == 1 else None
-        print_json(one if one else {str(kind): report for kind, report in reports.items()})
+        print_json(one or {str(kind): report for kind, report in reports.items()})
         return
     for kind, report in reports.items():
         title = " ".join(word for word in (config, part, kind) if word)

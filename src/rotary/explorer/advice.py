@@ -169,11 +169,9 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
         fast, slow, by = (
             ("A", "B", ratio[worst]) if ratio[worst] > 1 else ("B", "A", 1 / ratio[worst])
         )
-        which = (
-            "All pairs"
-            if apart.all()
-            else f"{len(pairs)} of {len(apart)} pairs, from {pairs[0]} on,"
-        )
+        which = "All pairs"
+        if not apart.all():
+            which = f"{len(pairs)} of {len(apart)} pairs, from {pairs[0]} on,"
         yield (
             f"{which} turn at another speed; pair {worst} differs most: in {fast} it turns "
             f"{by:.4g} times as fast as in {slow}. Keys cached by one cannot be read by the other, "

@@ -165,11 +165,9 @@ def base_bound(
     for index, (name, spec) in enumerate(models.items(), start=len(smallest)):
         failing = bounds.first_failure(spec, limit, seq_len=targets.get(name))
         color = curve(index)["color"]
-        reach, marker, text = (
-            (limit, ">", f"none to {limit:,}")
-            if failing is None
-            else (failing, "o", f"{failing:,}")
-        )
+        reach, marker, text = limit, ">", f"none to {limit:,}"
+        if failing is not None:
+            reach, marker, text = failing, "o", f"{failing:,}"
         dot = panel.plot([reach], [spec.base], marker, markersize=7, color=color)[0]
         if name in targets:
             ends = [reach, targets[name]]

@@ -90,15 +90,12 @@ def described(spec: Rotary) -> str:
     """
     if not isinstance(spec, Rotary):
         raise ValueError(f"specs must hold Rotary, got {spec!r:.80}")
-    partial = spec.rotary_dim < spec.head_dim
-    words = [
-        "" if spec.schedule == "custom" else f"base {spec.base:,.10g}",
-        "" if spec.schedule == "default" else scaling(spec),
-        f"{spec.rotary_dim} of {spec.head_dim} channels"
-        if partial
-        else f"head_dim {spec.head_dim}",
-    ]
-    return ", ".join(word for word in words if word)
+    base = "" if spec.schedule == "custom" else f"base {spec.base:,.10g}"
+    schedule = "" if spec.schedule == "default" else scaling(spec)
+    head = f"head_dim {spec.head_dim}"
+    if spec.rotary_dim < spec.head_dim:
+        head = f"{spec.rotary_dim} of {spec.head_dim} channels"
+    return ", ".join(filter(None, (base, schedule, head)))
 
 
 def scaling(spec: Rotary) -> str:
