@@ -149,6 +149,8 @@ def test_a_reach_without_rotation_is_not_drawn(main, tmp_path, monkeypatch):
         (("plan", "--context", "512", "--from", LLAMA, "--base", "7"), "--base cannot be used"),
         (("plan", "--context", "512", "--layer-type", "x"), "give --from as well"),
         (("plan", "--context", "512", "--from", "nowhere"), "nowhere"),
+        (("decay", "model.gguf", "--length", "9"), "a GGUF file; give the config.json"),
+        (("design", "--from", "model.gguf", "--length", "9"), "a GGUF file; give the config.json"),
     ],
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, tuple) else "",
 )

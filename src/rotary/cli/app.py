@@ -170,6 +170,12 @@ def layers_differ(config: str, kinds: Iterable[str | None]) -> ValueError:
     return ValueError(f"{config}: layers differ; pass --layer-type, one of {listed}")
 
 
+def refuse_gguf(config: str) -> None:
+    """Refuse a GGUF file where keys of a config.json are needed."""
+    if is_gguf(config):
+        raise ValueError(f"{config}: a GGUF file; give the config.json of the model")
+
+
 def entry_of(config: str, layer_type: str | None, part: str | None) -> "ModelConfig | None":
     """Return what a config of transformers says; None for GGUF files and diffusers."""
     from ..configs import choose

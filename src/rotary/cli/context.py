@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..words import counted
-from .app import Config, Json, LayerType, Part, app, entry_of, read_spec
+from .app import Config, Json, LayerType, Part, app, entry_of, read_spec, refuse_gguf
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
 
@@ -43,6 +43,7 @@ def decay(
     from ..analysis.spectrum import whole_head
     from ..reach import distances_to, lengths, of_window, visible
 
+    refuse_gguf(config)
     spec, entry = read_spec(config, layer_type, part), entry_of(config, layer_type, part)
     if length is None and entry is not None:
         length = lengths(spec, entry)[1]

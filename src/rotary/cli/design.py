@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import Json, LayerType, Part, app, entry_of, read_spec
+from .app import Json, LayerType, Part, app, entry_of, read_spec, refuse_gguf
 from .context import Plot, check_targets, write_new
 from .terminal import bar, print_json, print_table, print_text, short
 
@@ -105,6 +105,7 @@ def design(
     elif head_dim is not None or base is not None:
         raise ValueError("--head-dim and --base cannot be used with --from: the config has them")
     else:
+        refuse_gguf(config)
         spec = read_spec(config, layer_type, part)
     entry = None if config is None else entry_of(config, layer_type, part)
     head = whole_head(spec, entry.nope_head_dim if entry else 0)

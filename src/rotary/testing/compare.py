@@ -102,9 +102,10 @@ def check(
     fn            f(x, positions) -> x, or f(q, k, cos, sin) -> (q, k) in the style of transformers,
                   or two callables of the first form, for q and for k; see `rotary.identify`
     form, seq_dim, library, dtype
-                  how it is called, as in `rotary.identify`. f(q, k, cos, sin) is given the tables
-                  of the spec without its attention factor; it passes if it is right with the
-                  columns as cat(c, c), as repeat_interleave(c, 2), or as c alone
+                  how it is called, as in `rotary.identify`. f(q, k, cos, sin) is given cos and sin
+                  of position * inv_freq, without the sign and the attention factor of the spec; it
+                  passes if it is right with the columns as cat(c, c), as repeat_interleave(c, 2),
+                  or as c alone
     seq_len       length that `dynamic` and `longrope` are scaled for; default: that of each row,
                   its largest position plus one
     max_position  the largest position that is tested. Default 4095; if frequencies depend on the
