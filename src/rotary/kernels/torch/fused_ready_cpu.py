@@ -36,7 +36,7 @@ def code_of(
     shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
     row_shape = tuple(rows[0].shape) if rows else None
     fitted = fit(shapes, tuple(cos.shape), row_shape, kind.options, Stages(norm, cache))
-    if cache is not None and fitted.tokens != fitted.by_batch:
+    if cache is not None and fitted.place < len(fitted.tokens) - 1:
         return None  # the slots are put in the order of q
     rotated = (q,) if k is None or cache is not None else (q, k)
     new = [maker_of_outputs(x, sum([y.nbytes for y in rotated])) for x in rotated]
