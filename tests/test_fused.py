@@ -455,6 +455,32 @@ def test_what_is_written_may_not_share_memory(name):
     assert (LINE == 0).all()
 
 
+@BY_FORMULA
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_no_output_may_lie_in_a_v_that_is_returned_unchanged(library):
+    q, k, v = (np.random.default_rng(each).random((2, SEQ, DIM), np.float32) for each in range(3))
+    convert = torch.from_numpy if library == "torch" else np.asarray
+    before = v.copy()
+    for _ in range(2):
+        for out in ((q, v), (v, k)):
+            with pytest.raises(ValueError, match="out overlaps"):
+                fused(*map(convert, (q, k, v)), SPECS["half"], out=tuple(map(convert, out)))
+    np.testing.assert_array_equal(v, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_no_output_may_lie_in_tables_of_torch(dtype):
+    """Two tensors that NumPy made share memory without a common storage."""
+    line = np.random.default_rng(0).random(2 * SEQ * DIM, np.float32)
+    cos, sin = (torch.from_numpy(line)[: SEQ * DIM // 2].view(SEQ, -1), torch.rand(SEQ, DIM // 2))
+    q, y = torch.rand(2, SEQ, DIM), torch.from_numpy(line).view(2, SEQ, DIM)
+    q = q if dtype is None else q.bfloat16()
+    before = line.copy()
+    with pytest.raises(ValueError, match="out overlaps"):
+        fused(q, None, None, SPECS["half"], tables=(cos, sin), dtype=dtype, out=y)
+    np.testing.assert_array_equal(line, before)
+
+
 def test_nothing_is_written_if_one_array_is_read_only():
     memory = np.zeros((2, 8, 2, DIM))
     k, v = memory

@@ -163,14 +163,16 @@ def check_separate(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """
     if is_tracing() or (is_transforming() and not all(map(has_memory, (*inputs, *out)))):
         return
-    read = [x.untyped_storage().data_ptr() for x in inputs]
-    written = [y.untyped_storage().data_ptr() for y in out]
-    is_own = [place not in read or (x is y and read.count(place) == 1)
-              for x, y, place in zip([*inputs, *out], out, written, strict=False)]  # fmt: skip
-    if not all(is_own) or len(set(written)) < len(written):
-        check_writable(inputs, out)
-    else:
-        check_no_inference(out)
+    tensors = [*inputs, *out]
+    storages = [x.untyped_storage() for x in tensors]  # two may share memory that NumPy made
+    spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    for index, (low, high) in enumerate(spans[len(inputs) :]):
+        for other, (first, last) in enumerate(spans[: len(inputs) + index]):
+            is_own = other == index and tensors[other] is out[index]
+            if low < last and first < high and not is_own:
+                check_writable(inputs, out)
+                return
+    check_no_inference(out)
 
 
 def check_storage(tensors: Sequence[Tensor]) -> None:

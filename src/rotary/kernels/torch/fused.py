@@ -133,7 +133,7 @@ def fused(
         LIBRARY, of_v, turned, FLOATS[q.dtype], fitted, stages,
         lambda *given: updates.extend(into_cache(*given)),  # Dynamo of torch 2.8 takes no `| None`
     )  # fmt: skip
-    results = _written(results, updates, cache, out)
+    results = _written(results, updates, [*xs, cos, sin, rows, *read_by(stages)], cache, out)
     return results[0], results[1], results[2] if is_changed else v
 
 
@@ -246,17 +246,20 @@ def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[U
 
 
 def _written(
-    results: Sequence[Result], updates: Sequence[Update], cache: Cache | None,
-    out: Sequence[Tensor] | None,
+    results: Sequence[Result], updates: Sequence[Update], operands: Sequence[object],
+    cache: Cache | None, out: Sequence[Tensor] | None,
 ) -> list[Result]:  # fmt: skip
     """Write cache and `out`, or nothing; return the results, those of `out` if it is given."""
     tensors = [result for result in results if isinstance(result, Tensor)]
+    read = [x for x in operands if isinstance(x, Tensor)]
     if out is not None:
         if any([isinstance(result, tuple) for result in results]):
             raise ValueError("out= cannot be used with computed scales: call without out=")
-        check_outputs(tensors, tensors, out)  # v may be returned unchanged
-    if not is_watched():  # the other inputs have been read
-        check_writable((), [*written_to(cache), *(out or ())])
+        check_outputs(tensors, read, out)
+    if not is_watched():
+        caches = written_to(cache)
+        no_owner = read[-1:] * len(caches)  # no cache is at the index of an input
+        check_writable([*no_owner, *read, *(out or ())], caches)
     for to, where, values, scales in updates:
         if scales is not None:
             to.scale[where] = scales.to(to.scale.dtype)

@@ -31,6 +31,8 @@ def code_of(
     if not _can_run(kind, xs, operands, tables, out):
         return None
     q, k, v, norm, cache, _ = operands_of(kind, xs)
+    if v is not None and cache is None and out is not None:
+        return None  # v is returned unchanged, so no output may lie in it
     cos, sin, *rows = tables
     check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
     shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
