@@ -251,12 +251,13 @@ def fit(
     q, k, v = shapes
     assert q is not None
     axis = seq_axis(q, options.seq_dim)
-    has_heads = len(q) > 2
-    head_axis = (len(q) - 2 if axis != len(q) - 2 else len(q) - 3) if has_heads else None
+    head_axis = None if len(q) == 2 else len(q) - (2 if axis != len(q) - 2 else 3)
+    tokens = _tokens(q, head_axis)
     geometries: tuple[Geometry, ...]
     if isinstance(stages.cache, LatentCache):
         _check_latent(k, v, stages.cache, table)
         assert k is not None
+        assert v is not None
         if len(k) != len(q) or (head_axis is not None and k[head_axis] != 1):
             one = tuple(1 if axis == head_axis else size for axis, size in enumerate(q[:-1]))
             raise ValueError(f"for a LatentCache k has one head, {(*one, k[-1])}, got {k}")
@@ -265,15 +266,16 @@ def fit(
             geometry_of((q,), table, rows, options._replace(seq_dim=axis)),
             geometry_of((k,), table, rows, of_k),
         )
-        _check_tokens("k", _tokens(k, axis), _tokens(q, axis))
+        for name, given in (("k", _tokens(k, head_axis)), ("v", v[:-1])):
+            if given != tokens:
+                raise ValueError(f"{name} has tokens {given}, q has {tokens}")
     else:
         both = (q,) if k is None else (q, k)
         geometries = (geometry_of(both, table, rows, options),) * len(both)
-    tokens = _tokens(q, axis)
-    if v is not None and isinstance(stages.cache, LatentCache):
-        _check_tokens("v", v[:-1], tokens)
-    elif v is not None and (k is None or v[:-1] != k[:-1]):
-        raise ValueError(f"v must have the shape of k except for its last axis, got {v} and {k}")
+        if v is not None and (k is None or v[:-1] != k[:-1]):
+            raise ValueError(
+                f"v must have the shape of k except for its last axis, got {v} and {k}"
+            )
     if stages.cache is not None and k is None:
         raise ValueError("cache= was given without k, which is written to it: pass k")
     if isinstance(stages.cache, KVCache) and (v is None) != (stages.cache.v is None):
@@ -284,19 +286,9 @@ def fit(
     return Fit(geometries, axis, head_axis, tokens)
 
 
-def _tokens(shape: Shape, axis: int) -> Shape:
-    """Return the shape without the axes of heads and channels.
-
-    >>> _tokens((2, 8, 5, 64), 2), _tokens((7, 8, 64), 0)
-    ((2, 5), (7,))
-    """
-    head = len(shape) - 2 if axis != len(shape) - 2 else len(shape) - 3
-    return tuple(size for index, size in enumerate(shape[:-1]) if index != head)
-
-
-def _check_tokens(name: str, tokens: Shape, expected: Shape) -> None:
-    if tokens != expected:
-        raise ValueError(f"{name} has tokens {tokens}, q has {expected}")
+def _tokens(shape: Shape, head_axis: int | None) -> Shape:
+    """Return the shape without the axes of heads and channels."""
+    return tuple(size for index, size in enumerate(shape[:-1]) if index != head_axis)
 
 
 def _check_latent(k: Shape | None, v: Shape | None, cache: LatentCache, table: Shape) -> None:
