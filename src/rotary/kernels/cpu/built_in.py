@@ -62,9 +62,9 @@ def built_in(function: FunctionType) -> Callable[[object], Callable[..., int]]:
     the addresses of the arguments, which are positional, and their number. It runs with the GIL,
     and returns the address of a new reference, or 0 if it has set an error.
     """
-    c = c_function(function, types.intp(types.intp, types.intp, types.intp))
-    method = _Method(function.__name__.encode(), c.address, _METH_FASTCALL, None)
-    _alive.append((c, method))
+    at = c_function(function, types.intp(types.intp, types.intp, types.intp))
+    method = _Method(function.__name__.encode(), at, _METH_FASTCALL, None)
+    _alive.append(method)
 
     def bound_to(own: object) -> Callable[..., int]:
         result: Callable[..., int] = _new_function(ctypes.byref(method), own, None)

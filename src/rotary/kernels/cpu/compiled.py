@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import numba
 
@@ -34,13 +34,6 @@ _runtime: Any = private(numba, "core.runtime.rtsys", None)
 _load: Callable[..., object] | None = private(_FunctionCache, "_load_overload", None)
 _OF_FILES = ("_version", "_source_stamp", "_index_path", "_data_path", "_dump", "_open_for_write")
 _DIGEST = hashlib.sha256().digest_size  # bytes
-
-
-class Signature(Protocol):
-    """The signature of a C function, such as `numba.types.int64(numba.types.int64)`."""
-
-    args: tuple[object, ...]
-    return_type: object
 
 
 def compiled(**options: bool) -> Callable[[FunctionType], Callable[..., Any]]:
@@ -65,15 +58,22 @@ def inlined(function: FunctionType) -> Callable[..., Any]:
     return result
 
 
-def c_function(function: FunctionType, signature: Signature) -> Any:
-    """Compile the loop to a C function now; its `address` is valid while the result lives."""
+def c_function(function: FunctionType, signature: Any) -> int:
+    """Compile the loop to a C function now; return its address, valid as long as the process.
+
+    The signature is one of Numba, such as `types.int64(types.int64)`.
+    """
     if _CFunc is None:
-        return numba.cfunc(signature)(function)
-    types = signature.args, signature.return_type
-    result: Any = _CFunc(function, types, locals={}, options={})
-    _keep(result, function)
-    result.compile()
-    return result
+        result: Any = numba.cfunc(signature)(function)
+    else:
+        result = _CFunc(function, (signature.args, signature.return_type), locals={}, options={})
+        _keep(result, function)
+        result.compile()
+    _alive.append(result)
+    return int(result.address)
+
+
+_alive: list[object] = []  # the code of a C function is freed with the object
 
 
 def _keep(result: Any, function: FunctionType) -> None:

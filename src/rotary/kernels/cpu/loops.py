@@ -324,17 +324,14 @@ class Loop(NamedTuple):
 
 
 def as_loop(function: Callable[[int], None]) -> Loop:
-    """Compile a loop now; it lives as long as the process."""
-    compiled_ = c_function(function, types.void(types.int64))
-    _alive.append(compiled_)
-    return Loop(CFUNCTYPE(None, c_void_p)(compiled_.address), compiled_.address)
+    """Compile a loop now."""
+    address = c_function(function, types.void(types.int64))
+    return Loop(CFUNCTYPE(None, c_void_p)(address), address)
 
 
 def as_check(function: Callable[[int], int]) -> Callable[[int], int]:
-    """Compile a function that returns a whole number; it lives as long as the process."""
-    compiled_ = c_function(function, types.int64(types.int64))
-    _alive.append(compiled_)
-    return CFUNCTYPE(c_int64, c_void_p)(compiled_.address)
+    """Compile a function that returns a whole number."""
+    return CFUNCTYPE(c_int64, c_void_p)(c_function(function, types.int64(types.int64)))
 
 
 @functools.cache
@@ -349,9 +346,7 @@ def loop(name: str) -> Loop:
 @functools.cache
 def rotation(name: str) -> int:
     """Return the address of the code that rotates, for a key of TAGS: the `rotation` of a FORM."""
-    c = c_function(_rotation_of(TAGS[name]), types.void(*[types.int64] * 11))
-    _alive.append(c)
-    return int(c.address)
+    return c_function(_rotation_of(TAGS[name]), types.void(*[types.int64] * 11))
 
 
 @functools.cache
@@ -383,6 +378,3 @@ def rotate_together() -> Callable[[object], Callable[..., bool]]:
 def rotate_once_at() -> Callable[[object], Callable[..., bool]]:
     """Return what `rotate_once` does, for positions: their address is passed in place of cos."""
     return built_in(_rotate_once_at)
-
-
-_alive: list[object] = []
