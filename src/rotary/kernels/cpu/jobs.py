@@ -344,6 +344,21 @@ def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return merged
 
 
+def tables(
+    positions: Array, turns: Array, scales: Array, axes: Sequence[int], backwards: bool
+) -> tuple[Array, Array]:
+    """Return cos and sin from turns, as `kernels/numpy.py` does, in one pass and in float64."""
+    positions = np.ascontiguousarray(positions, np.int64)
+    batch, seq = positions.shape[:2]
+    cos, sin = both = np.empty((2, batch, seq, turns.shape[-1]), np.float32)
+    angles, alive = angles_record(positions.shape, turns, scales, axes, backwards)
+    addresses = angles.buffer_info()[0], *map(built_in.address, (positions, cos, sin))
+    job = array("q", (1, 1, 0, *addresses, 0))
+    threads.run(loops.loop("table"), both.nbytes, job)
+    del alive
+    return cos, sin
+
+
 def angles_record(
     shape: tuple[int, ...], turns: Array, scales: Array, axes: Sequence[int], backwards: bool,
     lowest: int = -(2**63),

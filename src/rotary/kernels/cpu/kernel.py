@@ -1,6 +1,5 @@
 """The CPU kernel: NumPy arrays through the compiled loops, serially or on all threads."""
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -12,18 +11,17 @@ from .. import Numbers as Array
 from .. import numpy as reference
 from ..geometry import AngleOptions, Options, geometry_of
 from ..memory import Block, is_contiguous_last
-from . import loops, threads
 from . import move as move_loops
 from .built_in import address
 from .jobs import (
     CHECK_OVERLAP,
     CHECK_ROWS,
     Call,
-    angles_record,
     call_of,
     ready_call,
     ready_call_at,
     run,
+    tables,
 )
 
 # what a prepared call depends on: shape, strides, dtype and alignment of each array
@@ -141,21 +139,6 @@ def _ready_call(
     return ready_call(*groups, options)
 
 
-def tables(
-    positions: Array, turns: Array, scales: Array, axes: Sequence[int], backwards: bool
-) -> tuple[Array, Array]:
-    """Return cos and sin from turns, as `kernels/numpy.py` does, in one pass and in float64."""
-    positions = np.ascontiguousarray(positions, np.int64)
-    batch, seq = positions.shape[:2]
-    cos, sin = both = np.empty((2, batch, seq, turns.shape[-1]), np.float32)
-    angles, alive = angles_record(positions.shape, turns, scales, axes, backwards)
-    addresses = angles.buffer_info()[0], *map(address, (positions, cos, sin))
-    job = array("q", (1, 1, 0, *addresses, 0))
-    threads.run(loops.loop("table"), both.nbytes, job)
-    del alive
-    return cos, sin
-
-
 def move(
     x: Array,
     cos: Array,
@@ -167,12 +150,11 @@ def move(
 ) -> Array:
     """Rotate the keys of some blocks of a cache, as `kernels/numpy.py` does."""
     y = reference.copied(x, cos, sin, out)
-    if scale is not None or not (y.flags.aligned and cos.strides == sin.strides):
-        return reference.move(y, cos, sin, blocks, scale, options, y)
-    operands = reference.block(y), address(y), reference.block(cos), address(cos), address(sin)
-    if not move_loops.run(*operands, blocks, options):
-        return reference.move(y, cos, sin, blocks, scale, options, y)
-    return y
+    if scale is None and y.flags.aligned and cos.strides == sin.strides:
+        operands = reference.block(y), address(y), reference.block(cos), address(cos), address(sin)
+        if move_loops.run(*operands, blocks, options):
+            return y
+    return reference.move(y, cos, sin, blocks, scale, options, y)
 
 
 def move_by(

@@ -19,13 +19,13 @@ import numpy as np
 
 from .. import Numbers as Array
 from ..geometry import Geometry, Options, geometry_of
-from ..memory import SIZES, Block, is_injective
+from ..memory import SIZES, Block, is_contiguous_last, is_injective
 from ..numpy import address
 from . import threads
 from .compiled import compiled, inlined
-from .jobs import angles_record, walk
+from .jobs import tables, walk
 from .llvm import load_int, record, take
-from .loops import FORM, STEPS, TAGS, Loop, as_loop, loop
+from .loops import FORM, STEPS, TAGS, Loop, as_loop, whole_numbers
 from .parts import share_of
 from .rows import MODES, rotate_rows, table_rows
 from .tiles import aligned, table_memory, tile_at, tiles_of
@@ -35,11 +35,10 @@ _CODES = {"int8": np.int8(0), "float8_e4m3fn": np.uint8(0), "float8_e5m2": np.bo
 # `step` is the distance of two blocks in bytes, `table_step` that of their tables. `blocks` is the
 # address of `count` block numbers in rising order, in which memory is read fastest; `rows` is the
 # address of the number of each block's table
-_MOVE = np.dtype([
-    (name, np.int64)
-    for name in ("threads", "parts", "number", "form", "mode", "x", "step", "cos", "sin",
-                 "table_step", "blocks", "rows", "count", "taken")
-])  # fmt: skip
+_MOVE = whole_numbers(
+    *("threads", "parts", "number", "form", "mode", "x", "step"),
+    *("cos", "sin", "table_step", "blocks", "rows", "count", "taken"),
+)
 _job, _form, _steps = map(record, (_MOVE, FORM, STEPS))
 _TAKEN = _MOVE.itemsize - 8
 
@@ -106,7 +105,7 @@ def run(
 
     `x` is the form of the cache at address `place`, `table` that of the tables at `cos` and `sin`.
     """
-    if not (_is_moved(x) and _is_dense(table) and table.dtype == "float32"):
+    if not (_is_moved(x) and table.dtype == "float32" and is_contiguous_last(table)):
         return False
     if blocks is None:  # all of x is one block
         geometry = geometry_of((x.shape,), table.shape, None, options)
@@ -143,17 +142,11 @@ def run_shifted(
     number = _order(_writable(blocks), shifts, x.shape[0], chosen, rows, distinct)
     if number < 0:
         return False
-    frequencies = turns()
-    cos, sin = tables = np.empty((2, number, len(frequencies)), np.float32)
-    angles, alive = angles_record((1, number), frequencies[None], np.ones(1), (), backwards)
-    addresses = angles.buffer_info()[0], *map(address, (distinct, cos, sin))
-    job = array("q", (1, 1, 0, *addresses, 0))
-    threads.run(loop("table"), tables.nbytes, job)
-    del alive
-    block_form = _form_of_one_row(x._replace(shape=(1, *x.shape[1:])), len(frequencies), options)
+    cos, sin = tables(distinct[None, :number], turns()[None], np.ones(1), (), backwards)
+    block_form = _form_of_one_row(x._replace(shape=(1, *x.shape[1:])), cos.shape[-1], options)
     for place in places:
         _rotate_blocks(
-            block_form, x, place, address(cos), address(sin), cos.strides[0], chosen, rows
+            block_form, x, place, address(cos), address(sin), cos.strides[1], chosen, rows
         )
     return True
 
@@ -217,12 +210,8 @@ def _number_shifts(rows, distinct):
     return count
 
 
-def _is_dense(block: Block) -> bool:
-    return block.shape[-1] == 1 or block.strides[-1] == SIZES.get(block.dtype)
-
-
 def _is_moved(x: Block) -> bool:
-    return _is_dense(x) and (x.dtype in TAGS or x.dtype in _CODES)
+    return (x.dtype in TAGS or x.dtype in _CODES) and is_contiguous_last(x)
 
 
 @functools.lru_cache(maxsize=64)
