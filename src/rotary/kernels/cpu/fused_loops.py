@@ -37,10 +37,7 @@ from .vectors import CACHE_LINE
 # `size` and the strides of arrays, each on three axes: `gain` is that of the weights, `root` of
 # 1 / sqrt(mean + eps), `grad` of the gradient of the output, `dot` of the sums d in `fused_back.py`
 AXES = ("size", "x", "out", "table", "slot", "gain", "root", "grad", "dot")
-_AXES = tuple(
-    f"{name}_{axis}" for name in AXES
-    for axis in range(3)
-)  # fmt: skip
+_AXES = tuple(f"{name}_{axis}" for name in AXES for axis in range(3))
 # How the rows of one tensor lie in memory, as in `loops.STEPS`. Strides are in bytes; `width`,
 # `start` and `tail` count channels. The mean is over `mean` channels. There are `weights` rows of
 # weights, of `weight_size` bytes each; their dtype has index `kind` in TAGS. `order` is the address

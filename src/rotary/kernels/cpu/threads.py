@@ -55,7 +55,7 @@ def run(loop: loops.Loop, size: int, job: "array[int]") -> None:
         opened.parallel(loop.address, job.buffer_info()[0], number, 0)
         return
     address = job.buffer_info()[0]
-    with nullcontext() if _may_overlap() else _one_at_a_time:
+    with _one_at_a_time if pool() in ("workqueue", "not started") else nullcontext():
         loops.on_numba_threads(loop.address, address, number)
 
 
@@ -104,10 +104,6 @@ def pool() -> str:
 
 # Numba's own thread pool, used where there is no OpenMP, aborts the process if two threads enter it
 _one_at_a_time = threading.Lock()
-
-
-def _may_overlap() -> bool:
-    return pool() not in ("workqueue", "not started")
 
 
 def _after_fork() -> None:
