@@ -193,15 +193,13 @@ def stored(library: Library, write: Write) -> tuple[Operand, Operand]:
     return codes, None
 
 
-def slot_indices(
-    write: Write, slots: Operand, bounds: tuple[int, int] | None
-) -> tuple[Operand, ...]:
+def slot_indices(write: Write, slots: Operand, highest: int | None) -> tuple[Operand, ...]:
     """Return the indices of slots in a cache: (slot,), or (block, slot in the block).
 
-    bounds   lowest and highest slot, None if not known; ValueError if one is beyond the cache
+    highest   the highest slot, None if not known; ValueError if it is beyond the cache
     """
     shape = tuple(write.cache.shape)
     block = check_cache(write.name, shape, tuple(write.values.shape[1:]))
-    if bounds is not None:
-        check_slots(*bounds, shape, block)
+    if highest is not None:
+        check_slots(highest, shape, block)
     return (slots,) if block is None else (slots // block, slots % block)

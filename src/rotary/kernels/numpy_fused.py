@@ -129,10 +129,10 @@ def into_cache(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> list[Upd
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
     made = cache_writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).astype(np.int64)
-    kept, bounds = slots >= 0, (slots.min(initial=-1), slots.max(initial=-1))
+    kept, highest = slots >= 0, int(slots.max(initial=-1))
     updates = []
     for each in made:
-        where = slot_indices(each, slots[kept], bounds)
+        where = slot_indices(each, slots[kept], highest)
         values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
         updates.append(Update(each.cache, where, values))
         if scales is not None:

@@ -338,14 +338,14 @@ def check_cache(name: str, cache: Shape, heads: Shape) -> int | None:
     return None if leading == 1 else cache[1]
 
 
-def check_slots(low: int, high: int, cache: Shape, block: int | None) -> None:
-    """Refuse slots beyond the end of the cache; negative ones are allowed, to skip a token.
+def check_slots(highest: int, cache: Shape, block: int | None) -> None:
+    """Refuse slots beyond the end of the cache.
 
-    >>> check_slots(-1, 63, (4, 16, 8, 64), 16)
+    >>> check_slots(63, (4, 16, 8, 64), 16)
     """
     count = cache[0] * (1 if block is None else block)
-    if high >= count:
-        raise ValueError(f"slots run to {high}, the cache has {count}")
+    if highest >= count:
+        raise ValueError(f"slots run to {highest}, the cache has {count}")
 
 
 def check_slot_shape(slots: Shape, tokens: Shape) -> None:

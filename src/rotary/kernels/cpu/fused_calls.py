@@ -127,12 +127,12 @@ def pieces_of(
     check_slot_shape(tuple(slots.shape), call.fitted.by_batch)
     numbers = call.access.numbers(slots).reshape(call.fitted.by_batch)
     numbers = np.ascontiguousarray(np.moveaxis(numbers, -1, call.fitted.place))
-    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (-1, -1)
+    highest = int(numbers.max(initial=-1))
     assert k is not None
     for index, (name, x, target, row) in enumerate(_targets(call, k, v, cache)):
         shape = tuple(target.shape)
         block = check_cache(name, shape, row)
-        check_slots(low, high, shape, block)
+        check_slots(highest, shape, block)
         if target.dtype != x.dtype:
             return None
         pieces.append(piece_of(call, index + 1, x, target, (numbers, block)))

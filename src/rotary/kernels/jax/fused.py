@@ -117,10 +117,10 @@ def _memory(cache: KVCache | LatentCache) -> Operands:
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
     if angles.is_at_hand(slots) and slots.size:
-        low, high = int(np.min(slots)), int(np.max(slots))
+        highest = int(np.max(slots))
         for shape in (array.shape for array in arrays if array is not None):
             has_blocks = len(shape) == (3 if isinstance(cache, LatentCache) else 4)
-            check_slots(low, high, shape, shape[1] if has_blocks else None)
+            check_slots(highest, shape, shape[1] if has_blocks else None)
     numbers = slots if slots.dtype.itemsize == 8 else slots.astype(np.int32)
     return tuple({**vars(cache), "slots": numbers}.values())
 

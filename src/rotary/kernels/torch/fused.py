@@ -233,13 +233,11 @@ def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[U
     made = cache_writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).long()
     numbers = host_values(slots)
-    bounds = None
-    if numbers is not None and len(numbers):
-        bounds = int(numbers.min()), int(numbers.max())
+    highest = int(numbers.max()) if numbers is not None and len(numbers) else None
     kept = slots >= 0
     updates = []
     for each in made:
-        where = slot_indices(each, slots[kept], bounds)
+        where = slot_indices(each, slots[kept], highest)
         values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
         updates.append(Update(each, where, values, scales))
     return updates
