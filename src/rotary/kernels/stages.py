@@ -124,20 +124,24 @@ def is_written(scale: Operand, cache: Operand) -> bool:
 
 def written_to(cache: KVCache | LatentCache | None) -> list[Operand]:
     """Return the arrays that a call writes: those of the cache, then the computed scales."""
-    arrays = _cache_arrays(cache)
-    scales = [scale for _, array, scale in arrays if is_written(scale, array)]
-    return [*[array for _, array, _ in arrays], *scales]
+    scales = [scale for _, array, scale in cache_scales(cache) if is_written(scale, array)]
+    return [*arrays_of(cache), *scales]
 
 
 def read_by(stages: Stages) -> list[Operand]:
     """Return the weights, slots and scales that a call reads, None for those it does not have."""
     norm, cache = stages.norm, stages.cache
     weights = () if norm is None else (norm.q, norm.k, norm.v)
-    scales = [scale for _, array, scale in _cache_arrays(cache) if not is_written(scale, array)]
+    scales = [scale for _, array, scale in cache_scales(cache) if not is_written(scale, array)]
     return [*weights, getattr(cache, "slots", None), *scales, *stages.scales]
 
 
-def _cache_arrays(cache: KVCache | LatentCache | None) -> list[tuple[str, Operand, Operand]]:
+def arrays_of(cache: KVCache | LatentCache | None) -> list[Operand]:
+    """Return the arrays that a cache has."""
+    return [array for _, array, _ in cache_scales(cache)]
+
+
+def cache_scales(cache: KVCache | LatentCache | None) -> list[tuple[str, Operand, Operand]]:
     """Return (name of the scale, array, scale) for each array that a cache has."""
     if cache is None:
         return []
@@ -156,7 +160,7 @@ def check_arrays(
     """
     norm, cache = stages.norm, stages.cache
     weights = () if norm is None else (norm.q, norm.k, norm.v)
-    caches = [array for _, array, _ in _cache_arrays(cache)]
+    caches = arrays_of(cache)
     groups = {"norm weights": weights, "caches": caches, "out": out or ()}
     for name, arrays in (groups | {"scales to be written": written_to(cache)}).items():
         for array in arrays:
@@ -180,7 +184,7 @@ def check_scales(
     >>> check_scales(Stages(scales=(0.5, None, None)), ("q", None, None), lambda array: None)
     """
     of_cache = []
-    for name, array, scale in _cache_arrays(stages.cache):
+    for name, array, scale in cache_scales(stages.cache):
         if is_written(scale, array):
             kind = str(scale.dtype).removeprefix("torch.")
             if kind not in ("float32", "float64"):

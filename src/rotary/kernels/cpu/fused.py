@@ -11,9 +11,9 @@ from ..geometry import Options
 from ..memory import check_overlap
 from ..numpy import FLOATS, block, check_operands, check_rows, name_of, of_list
 from ..numpy_fused import Result
-from ..stages import KVCache, Stages, changes_v, fit
+from ..stages import KVCache, Stages, arrays_of, changes_v, fit
 from .built_in import address
-from .fused_calls import Access, Call, caches_of, casts_nothing, rotated, stored
+from .fused_calls import Access, Call, casts_nothing, rotated, stored
 
 
 def fused(
@@ -54,7 +54,7 @@ def _by_loops(
     outs = [np.empty(x.shape, x.dtype) for x in rotating] if out is None else list(out)
     weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]
     read = [*(x for x in (q, k, v) if x is not None), cos, sin, *weights]
-    written = [*outs, *(caches := caches_of(cache))]
+    written = [*outs, *(caches := arrays_of(cache))]
     if not all([type(array) is np.ndarray and array.flags.aligned for array in (*read, *written)]):
         return None
     if [(y.shape, y.dtype) for y in outs] != [(x.shape, x.dtype) for x in rotating]:

@@ -14,6 +14,7 @@ from ..stages import (
     LatentCache,
     Norm,
     Stages,
+    cache_scales,
     check_cache,
     check_slot_shape,
     check_slots,
@@ -65,27 +66,9 @@ class Call(NamedTuple):
 
 def casts_nothing(stages: Stages, kind: str) -> bool:
     """Return whether results are not scaled and keep `kind`, the dtype of q, as the loops need."""
-    scales: list[object] = [stages.scales[0]]
-    match stages.cache:
-        case KVCache(_, _, _, k_scale, v_scale):
-            scales += [k_scale, v_scale]
-        case LatentCache(_, _, scale):
-            scales.append(scale)
-        case None:
-            scales += stages.scales[1:]
+    scales = [*stages.scales, *[scale for *_, scale in cache_scales(stages.cache)]]
     is_plain = all([type(scale) in (int, float) and scale == 1 for scale in scales])
     return is_plain and stages.dtype in (None, kind)
-
-
-def caches_of(cache: KVCache | LatentCache | None) -> list[Array]:
-    """Return the arrays of a cache that are written."""
-    match cache:
-        case KVCache(k, v):
-            return [each for each in (k, v) if each is not None]
-        case LatentCache(rows):
-            return [rows]
-        case None:
-            return []
 
 
 def rotated(call: Call, xs: Sequence[Array], outs: Sequence[Array]) -> bool:

@@ -28,6 +28,7 @@ from ..stages import (
     LatentCache,
     Norm,
     Stages,
+    arrays_of,
     changes_v,
     check_arrays,
     check_scales,
@@ -112,13 +113,12 @@ def fused(
 
 def _memory(cache: KVCache | LatentCache) -> Operands:
     """Return the fields of a cache, with its slots checked if they can be read."""
-    arrays = (cache.rows,) if isinstance(cache, LatentCache) else (cache.k, cache.v)
     slots = cache.slots if angles.takes(cache.slots) else of_list(cache.slots)
     if slots.dtype.kind not in "iu":
         raise TypeError(f"slots must be whole numbers, got {slots.dtype}")
     if angles.is_at_hand(slots) and slots.size:
         highest = int(np.max(slots))
-        for shape in (array.shape for array in arrays if array is not None):
+        for shape in (array.shape for array in arrays_of(cache)):
             has_blocks = len(shape) == (3 if isinstance(cache, LatentCache) else 4)
             check_slots(highest, shape, shape[1] if has_blocks else None)
     numbers = slots if slots.dtype.itemsize == 8 else slots.astype(np.int32)

@@ -32,6 +32,7 @@ from ..stages import (
     KVCache,
     Norm,
     Stages,
+    arrays_of,
     changes_v,
     check_arrays,
     check_scales,
@@ -143,13 +144,8 @@ def is_for_loops(
     """Whether to try the compiled loops: plain tensors on the host, and no cast."""
     if loops is None or is_watched() or (changes_v(stages) and stages.cache is None):
         return False
-    tensors = [*operands, *(out or ()), *calls.caches_of(stages.cache)]
-    return (
-        calls.casts_nothing(stages, FLOATS[q.dtype])
-        and all([isinstance(tensor, Tensor) for tensor in tensors])
-        and are_plain(tensors)
-        and not is_on_gpu(q)
-    )
+    tensors = [*operands, *(out or ()), *arrays_of(stages.cache)]
+    return calls.casts_nothing(stages, FLOATS[q.dtype]) and are_plain(tensors) and not is_on_gpu(q)
 
 
 def by_loops(
@@ -178,7 +174,7 @@ def by_loops(
             return None
         mark_written(out or ())
         return outs[0], None if k is None else outs[1], v
-    memory = calls.caches_of(cache)
+    memory = arrays_of(cache)
     slots = slots_of(cache.slots, q).long().contiguous()
     # a cache may not be an input, either
     check_separate([cos, sin, *read, *(out or ())], memory)

@@ -16,6 +16,7 @@ from ..stages import (
     LatentCache,
     Norm,
     Stages,
+    arrays_of,
     changes_v,
     check_cache,
     check_slot_shape,
@@ -279,8 +280,7 @@ def _slots(
     """
     if cache is None:
         return None, 1, 0
-    memories = [cache.rows] if isinstance(cache, LatentCache) else [cache.k, cache.v]
-    memories = [memory for memory in memories if memory is not None]
+    memories = arrays_of(cache)
     if not memories:
         raise ValueError("the cache has neither k nor v: pass KVCache(k, v, slots)")
     slots = slots_of(cache.slots, memories[0])
