@@ -11,7 +11,7 @@ from ..geometry import Options
 from ..memory import check_overlap
 from ..numpy import FLOATS, block, check_operands, check_rows, name_of, of_list
 from ..numpy_fused import Result
-from ..stages import KVCache, Stages, arrays_of, changes_v, fit
+from ..stages import Stages, arrays_of, changes_v, fit
 from .built_in import address
 from .fused_calls import Access, Call, casts_nothing, rotated, stored
 
@@ -46,9 +46,7 @@ def _by_loops(
     check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
     if not casts_nothing(stages, name_of(q.dtype)) or cos.dtype != np.float32:
         return None
-    if changes_v(stages) if cache is None else k is None:
-        return None
-    if isinstance(cache, KVCache) and v is not None and cache.v is None:
+    if cache is None and changes_v(stages):
         return None
     rotating = [q] if k is None or cache is not None else [q, k]
     outs = [np.empty(x.shape, x.dtype) for x in rotating] if out is None else list(out)

@@ -29,7 +29,6 @@ from ..geometry import Options
 from ..stages import (
     LARGEST,
     Fit,
-    KVCache,
     Norm,
     Stages,
     arrays_of,
@@ -50,7 +49,7 @@ from .checks import (
     check_writable,
     slots_of,
 )
-from .launch import empty_like, formula, is_for_gpu, mark_written
+from .launch import check_row_range, empty_like, formula, is_for_gpu, mark_written
 from .state import (
     FLOATS,
     are_plain,
@@ -157,7 +156,10 @@ def by_loops(
     norm, cache = stages.norm, stages.cache
     if cos.dtype != torch.float32 or cos.stride() != sin.stride() or wants_grad(cos, sin):
         return None
-    call = calls.Call(loops.ACCESS, cos, sin, loops.checked_rows(rows, cos), fitted, norm)
+    if rows is not None:
+        check_row_range(rows, cos)
+    indices = None if rows is None else rows.contiguous()
+    call = calls.Call(loops.ACCESS, cos, sin, indices, fitted, norm)
     xs = [q] if k is None or cache is not None else [q, k]
     weights = [None if norm is None else getattr(norm, name) for name in "qk"[: len(xs)]]
     if norm is not None and wants_grad(*xs, *[w for w in weights if w is not None]):
@@ -178,10 +180,7 @@ def by_loops(
     slots = slots_of(cache.slots, q).long().contiguous()
     # a cache may not be an input, either
     check_separate([cos, sin, *read, *(out or ())], memory)
-    if v is not None and isinstance(cache, KVCache) and cache.v is None:
-        return None
-    if k is None:
-        return None
+    assert k is not None  # `fit` has checked it
     if not calls.stored(call, q, k, v, outs[0], replace(cache, slots=slots)):
         return None
     mark_written([*memory, *(out or ())])

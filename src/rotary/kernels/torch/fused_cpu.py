@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..cpu import fused_jobs as jobs
 from ..cpu.fused_calls import Access, Call, piece_of, rotated
-from .checks import check_rows
-from .launch import check_row_range, empty_like, form, launch
+from .launch import empty_like, form, launch
 from .state import FLOATS, are_plain, host_array
 
 
@@ -120,12 +119,3 @@ def _alias(x: Tensor, is_recorded: bool) -> Tensor:
     graph that x comes from, for gradients of gradients.
     """
     return x.view_as(x) if is_recorded else x.detach().requires_grad_()
-
-
-def checked_rows(rows: Tensor | None, cos: Tensor) -> Tensor | None:
-    """Return row numbers as the loops read them; ValueError for one outside the table."""
-    if rows is None:
-        return None
-    rows = check_rows(rows, cos).contiguous()
-    check_row_range(rows, cos)
-    return rows

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cpu import fused_jobs as jobs
 from ..cpu.fused_calls import Call, PreparedPiece, pieces_of
-from ..stages import KVCache, LatentCache, Stages, fit
+from ..stages import LatentCache, Stages, fit
 from .checks import check_memory, check_no_inference, check_operands
 from .fused_cpu import ACCESS
 from .fused_kind import ABSENT, Kind, operands_of
@@ -77,14 +77,11 @@ def _can_run(
         return False
     if wants_grad(*every, *(out or ())) or len(set(map(id, every))) < len(every):
         return False
-    q, k, v, _, v_cache, slots, wq, wk, wv, *_ = operands
+    *_, slots, wq, wk, wv, _, _, _ = operands
     cos, sin, *rows = tables
-    if q is None or cos.dtype != torch.float32 or cos.stride() != sin.stride():
+    if cos.dtype != torch.float32 or cos.stride() != sin.stride():
         return False
-    is_cached = kind.cache is not None
-    if (is_cached and (k is None or slots is None)) or (wv is not None and not is_cached):
-        return False
-    if kind.cache is KVCache and v is not None and v_cache is None:
+    if wv is not None if kind.cache is None else slots is None:
         return False
     weights = [w for w in (wq, wk, wv) if w is not None]
     numbers = [*rows, *([] if slots is None else [slots])]
