@@ -180,6 +180,6 @@ def _code(
 
     Raises ValueError for shapes that do not fit. `is_watched` must be False.
     """
-    if isinstance(xs[0], Tensor) and is_on_gpu(xs[0]):
+    if is_on_gpu(xs[0]):
         return on_gpu.code_of(kind, xs, tables, out)
     return None if code_on_cpu is None else code_on_cpu(kind, xs, tables, out)

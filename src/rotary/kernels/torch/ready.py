@@ -36,7 +36,7 @@ from .private import (
     increment_version,
     is_past_guards,
 )
-from .state import FLOATS, has_memory, is_on_gpu, is_recorded_by_dynamo, is_watched, wants_grad
+from .state import has_memory, is_on_gpu, is_recorded_by_dynamo, is_watched, wants_grad
 
 Tables = tuple[Tensor, ...]  # cos and sin, perhaps row numbers; or only positions
 # the code of a call: returns its results, or None if it cannot take these operands after all
@@ -212,7 +212,7 @@ def on_cpu(
     operands = (*xs, *tables, *(out or ()))
     if jobs is None or not all(map(has_memory, operands)) or any(map(is_on_gpu, operands)):
         return None
-    if wants_grad(*operands) or not all([x.dtype in FLOATS for x in xs]):
+    if wants_grad(*operands):
         return None
     check_no_inference(out or ())
     is_in_place = None

@@ -116,15 +116,12 @@ def is_on_host(x: Tensor) -> bool:
     return has_memory(x) and not is_on_gpu(x)
 
 
-def are_at_hand(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of these have memory, and on one device, so that one kernel can access it."""
-    device = tensors[0].device
-    return all(map(has_memory, tensors)) and all([t.device == device for t in tensors])
-
-
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors `are_at_hand` and no transform, mode or trace is active."""
-    return not is_transforming() and are_at_hand(tensors)
+    """Whether all have memory, on one device, and no transform, mode or trace is active."""
+    if is_transforming() or not all(map(has_memory, tensors)):
+        return False
+    device = tensors[0].device
+    return all([tensor.device == device for tensor in tensors])
 
 
 def host_values(x: Tensor) -> Tensor | None:
