@@ -122,21 +122,19 @@ def fused(
             )
     if positions is not None:
         check_positions(positions)
+    rows = None
     if tables is not None:
-        cos, sin = tables
-        rows, options = positions, options_of(spec, seq_dim=seq_dim)
+        (cos, sin), rows = tables, positions
+    elif positions is None:
+        seq_dim = -2 if seq_dim is None else seq_dim
+        if spec.num_axes > 1:
+            raise ValueError(f"a spec with {spec.num_axes} axes needs positions")
+        seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
+        cos, sin = sequence_cos_sin(spec, q, seq, precision)
     else:
-        rows = None
-        if positions is None:
-            seq_dim = -2 if seq_dim is None else seq_dim
-            if spec.num_axes > 1:
-                raise ValueError(f"a spec with {spec.num_axes} axes needs positions")
-            seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
-            cos, sin = sequence_cos_sin(spec, q, seq, precision)
-        else:
-            at = kernel.as_positions(positions, q)
-            cos, sin = cos_sin(spec, at, precision, allow_negative=allow_negative)
-        options = options_of(spec, seq_dim=seq_dim)
+        at = kernel.as_positions(positions, q)
+        cos, sin = cos_sin(spec, at, precision, allow_negative=allow_negative)
+    options = options_of(spec, seq_dim=seq_dim)
     kind = None if dtype is None else dtype_name(dtype)
     stages = Stages(norm, cache, kind, _scales_of(scale, cache is not None))
     outs = None if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
