@@ -295,11 +295,6 @@ def arange(like: Array, count: int) -> Array:
     return mx.arange(count, dtype=mx.int64)
 
 
-def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
-    """Return `function(*arguments)`, a constant in a traced call."""
-    return function(*arguments)
-
-
 def is_cacheable(like: Array) -> bool:
     """Whether tables can be cached: on a CPU, where they are computed immediately."""
     return _is_on_cpu()
@@ -351,7 +346,7 @@ KERNEL = Kernel[Array](
     repeat_rows=repeat_rows,
     to_numpy=to_numpy,
     from_numpy=from_numpy,
-    host_constant=host_constant,
+    host_constant=reference.host_constant,  # what it returns is a constant in a traced call
     is_cacheable=is_cacheable,
     device_key=device_key,
     move=move,

@@ -1,6 +1,6 @@
 """Makes cos and sin as JAX arrays, exact with and without 64-bit types, and their positions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -196,11 +196,6 @@ def arange(like: Array, count: int) -> Array:
     """Return positions 0 .. count - 1 on the device of `like`."""
     with jax.default_device(None if is_traced(like) else _device(like)):
         return jnp.arange(count, dtype=jnp.int32)
-
-
-def host_constant(function: Callable[..., Numbers], *arguments: object) -> Numbers:
-    """Return `function(*arguments)`, a constant in a traced call."""
-    return function(*arguments)
 
 
 def is_cacheable(like: Array) -> bool:

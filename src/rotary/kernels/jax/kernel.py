@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...schedules import FLOAT32 as FLOAT32
 from .. import Kernel
 from .. import numpy as reference
 from ..geometry import Geometry, Options, geometry_of
@@ -286,7 +285,7 @@ KERNEL = Kernel(
     repeat_rows=angles.repeat_rows,
     to_numpy=angles.to_numpy,
     from_numpy=angles.from_numpy,
-    host_constant=angles.host_constant,
+    host_constant=reference.host_constant,  # what it returns is a constant in a traced call
     is_cacheable=angles.is_cacheable,
     device_key=angles.device_key,
     move=move,
