@@ -26,7 +26,7 @@ from .shards import (
     Spans,
     check_alike,
     check_placements,
-    is_cut,
+    cuts,
     shard_of,
     share_of,
     shown,
@@ -174,7 +174,7 @@ def on_shards(
     """
     tokens = positions.ndim - (num_axes > 1)
     check_placements("positions", positions, tokens)
-    if depends_on_length and seq_len is None and is_cut(positions, tokens - 1):
+    if depends_on_length and seq_len is None and cuts(positions, tokens - 1):
         raise ValueError(
             "positions are sharded along the sequence, so no rank knows the length that this spec "
             "depends on: pass seq_len"
@@ -227,7 +227,6 @@ def _checked(
                 f"out must have the placements of x, {shown(x.placements)}, got "
                 f"{shown(y.placements)}"
             )
-
     try:
         return geometry_of(tuple([tuple(x.shape) for x in xs]), table, rows, options)
     except ValueError as error:

@@ -123,9 +123,9 @@ def check_placements(name: str, x: DTensor, stop: int) -> None:
         )
 
 
-def is_cut(x: DTensor, dim: int) -> bool:
-    """Whether a tensor is sharded along an axis."""
-    return bool(_cuts(x, dim))
+def cuts(x: DTensor, dim: int) -> list[int]:
+    """Return the mesh axes over which an axis is sharded."""
+    return [i for i, own in enumerate(x.placements) if type(own) is Shard and own.dim == dim]
 
 
 def shown(placements: Sequence[Placement]) -> str:
@@ -137,11 +137,6 @@ def _is_known(placement: Placement, stop: int) -> bool:
     return type(placement) is Replicate or (type(placement) is Shard and placement.dim < stop)
 
 
-def _cuts(x: DTensor, dim: int) -> list[int]:
-    """Return the mesh axes over which an axis is sharded."""
-    return [i for i, own in enumerate(x.placements) if type(own) is Shard and own.dim == dim]
-
-
 def _check_alongside(name: str, table: DTensor, x: DTensor, dims: Sequence[int | None]) -> None:
     """Refuse a table if a rank would lack its rows for the shard of x."""
     check_alike(name, x, table)
@@ -149,9 +144,9 @@ def _check_alongside(name: str, table: DTensor, x: DTensor, dims: Sequence[int |
     for dim in range(table.ndim):
         along = [axis for axis, other in enumerate(dims) if other == dim]
         is_along = bool(along) and table.shape[dim] == x.shape[along[0]]
-        cuts, of_x = _cuts(table, dim), _cuts(x, along[0]) if is_along else []
-        if cuts != of_x[: len(cuts)]:
-            right = [_alongside(own, table, x, dims) for own in x.placements]
+        own, of_x = cuts(table, dim), cuts(x, along[0]) if is_along else []
+        if own != of_x[: len(own)]:
+            right = [_alongside(each, table, x, dims) for each in x.placements]
             raise ValueError(
                 f"{name} is {shown(table.placements)} and x {shown(x.placements)}, so a rank would "
                 f"miss rows: call {name}.redistribute(placements={shown(right)})"
