@@ -114,11 +114,7 @@ def kernel_of(array: Array) -> Kernel[Array]:
     return kernel
 
 
-def _none(key: object) -> None:
-    return None
-
-
-@recorded_as(_none)
+@recorded_as(lambda kind: None)
 def known_kernel(kind: type) -> SomeKernel | None:
     """Return the kernel of a type that came before; None while torch.compile records.
 
@@ -207,7 +203,7 @@ def fused_of(kernel: SomeKernel, array: object) -> Fused:
     return function
 
 
-@recorded_as(_none)
+@recorded_as(lambda name: None)
 def known_fused(name: str) -> Fused | None:
     """Return the fused call of a kernel that came before, which an import takes 2 us to find.
 

@@ -101,11 +101,7 @@ def is_open_size(value: object) -> bool:
     return _is_open_in_jax(value) or (is_symbolic(value) and not is_array(value))
 
 
-def _no(value: object) -> bool:
-    return False
-
-
-@recorded_as(_no)
+@recorded_as(lambda value: False)
 def _is_open_in_jax(value: object) -> bool:
     export = sys.modules.get("jax.export")  # no symbol of it can exist before its import
     return export is not None and bool(export.is_symbolic_dim(value))

@@ -57,11 +57,7 @@ def _is_below(kind: type, name: str) -> bool:
     return issubclass(kind, _class(name))
 
 
-def _is_of_type(value: object, name: str) -> bool:
-    return _is_below(type(value), name)
-
-
-@recorded_as(_is_of_type)
+@recorded_as(lambda value, name: _is_below(type(value), name))
 def is_a(value: object, name: str) -> bool:
     """Whether a value is of a class such as "torch.Tensor", whose library may not be imported.
 
@@ -74,11 +70,7 @@ def is_a(value: object, name: str) -> bool:
     return isinstance(value, _class(name))
 
 
-def _yes() -> bool:
-    return True
-
-
-@recorded_as(_yes)
+@recorded_as(lambda: True)
 def is_recorded_by_torch() -> bool:
     """Whether torch.compile or torch.export records this call."""
     # another thread may be in the middle of importing torch

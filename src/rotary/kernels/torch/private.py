@@ -38,10 +38,6 @@ def _level_by_refusal() -> int | None:
     return None
 
 
-def _one() -> int:
-    return 1  # as if a mode were always active: torch's own operators then rotate
-
-
 class _Levels:
     """Replaces `torch.autograd.forward_ad` if that has no `_current_level`."""
 
@@ -73,7 +69,11 @@ is_tracing_by_jit: Callable[[], bool] = private(
 level_of_transforms: Callable[[], int | None] = private(
     torch, "_C._functorch.maybe_current_level", _level_by_refusal
 )
-count_of_modes: Callable[[], int] = private(torch, "_C._len_torch_dispatch_stack", _one)
+count_of_modes: Callable[[], int] = private(
+    torch,
+    "_C._len_torch_dispatch_stack",
+    lambda: 1,  # as if a mode were always active: torch's own operators then rotate
+)
 
 
 def is_exporting() -> bool:
@@ -153,10 +153,6 @@ def _is_without_memory(x: Tensor) -> bool:
     return not _has_no_storage(x) and x.numel() > 0 and x.data_ptr() == 0
 
 
-def _new_version(x: Tensor) -> object:
-    return object()  # equal to no other, so nothing that is kept for a tensor is used again
-
-
 is_zerotensor: Callable[[Tensor], bool] = private(Tensor, "_is_zerotensor", _is_without_memory)
 is_wrapped: Callable[[Tensor], bool] = private(
     torch, "_C._functorch.is_functorch_wrapped_tensor", _has_no_storage
@@ -168,7 +164,11 @@ _is_batched: Callable[[Tensor], bool] | None = private(
     torch, "_C._functorch.is_batchedtensor", None
 )
 _unwrapped: Callable[[Tensor], Tensor] | None = private(torch, "_C._functorch.get_unwrapped", None)
-version_of: Callable[[Tensor], object] = private(Tensor, "_version.__get__", _new_version)
+version_of: Callable[[Tensor], object] = private(
+    Tensor,
+    "_version.__get__",
+    lambda x: object(),  # equal to no other, so nothing that is kept for a tensor is used again
+)
 
 
 def is_mapped(x: Tensor) -> bool:
