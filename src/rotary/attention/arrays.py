@@ -34,14 +34,11 @@ def positions_of(positions: object, x: Array) -> Array:
     kernel = kernel_of(x)
     if positions is None:
         return kernel.arange(x, x.shape[-2])
-    return _signed(kernel.as_positions(positions, x))
-
-
-def _signed(positions: Array) -> Array:
-    dtype = str(getattr(positions.dtype, "name", positions.dtype))  # of NumPy also ">u8"
+    given = kernel.as_positions(positions, x)
+    dtype = str(getattr(given.dtype, "name", given.dtype))  # of NumPy also ">u8"
     if "int" not in dtype:
-        return positions
-    wide = cast(positions, widest(namespace(positions)))
+        return given
+    wide = cast(given, widest(namespace(given)))
     values = kernel_of(wide).to_numpy(wide) if "uint" in dtype else None
     if values is not None and (values < 0).any():
         too_large = values.view(f"u{values.itemsize}").max()

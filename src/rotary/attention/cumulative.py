@@ -12,7 +12,6 @@ Selective Rotary Position Embedding (ICLR 2026), and the authors' `SelectiveRoPE
 """
 
 import math
-from typing import Any
 
 from .arrays import Array, at_least_float32, cast, namespace
 
@@ -43,17 +42,17 @@ def cumulative_cos_sin(steps: Array, state: Array | None = None) -> tuple[Array,
             f"state must be {(*steps.shape[:-2], steps.shape[-1])} for steps of "
             f"{tuple(steps.shape)}, got {tuple(state.shape)}"
         )
+    rows = cast(steps, wide)
+    first = rows[..., :0, :].sum(axis=-2) if state is None else cast(state, wide)
     if wide == xp.float32 and steps.shape[-2]:
         from ..kernels.jax.angles import running_cos_sin
 
-        rows = cast(steps, wide)
-        first = 0 * rows[..., 0, :] if state is None else cast(state, wide)
         return running_cos_sin(rows, first)  # type: ignore[return-value]  # these are JAX's
-    angles = xp.cumsum(cast(steps, wide), axis=-2)
+    angles = xp.cumsum(rows, axis=-2)
     if state is not None:
-        angles = angles + cast(state, wide)[..., None, :]
-    angles = _within_a_turn(angles)
-    last = angles[..., -1, :] if steps.shape[-2] else _last(state, steps, wide)
+        angles = angles + first[..., None, :]
+    angles = angles - 2 * math.pi * xp.floor(angles / (2 * math.pi))
+    last = angles[..., -1, :] if steps.shape[-2] else first
     return cast(xp.cos(angles), out_type), cast(xp.sin(angles), out_type), last
 
 
@@ -115,11 +114,3 @@ def selective_steps(
         for first in range(width)
     ]
     return sum(parts[1:], start=parts[0]) * temperature, row[..., row.shape[-2] - (width - 1) :, :]
-
-
-def _within_a_turn(angles: Array) -> Array:
-    return angles - 2 * math.pi * namespace(angles).floor(angles / (2 * math.pi))
-
-
-def _last(state: Array | None, steps: Array, wide: Any) -> Array:
-    return cast(steps, wide).sum(axis=-2) if state is None else cast(state, wide)

@@ -55,9 +55,8 @@ def fourier_coefficients(
         )
     drawn = np.random.default_rng(seed).standard_normal((2, heads, kept, outputs))
     start = np.zeros((kept, outputs))
-    step = -(-kept // outputs)
-    for output in range(-(-kept // step)):
-        start[output * step, output] = 1
+    chosen = np.arange(0, kept, -(-kept // outputs))
+    start[chosen, np.arange(len(chosen))] = 1
     return start + drawn * gain * math.sqrt(2 / (outputs * (kept + heads)))
 
 
