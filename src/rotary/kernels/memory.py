@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 SIZES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -96,7 +95,8 @@ def _share_bytes(one: tuple[int, Block], other: tuple[int, Block]) -> bool:
     (low, high), (other_low, other_high) = extent(one[1]), extent(other[1])
     if one[0] + high <= other[0] + other_low or other[0] + other_high <= one[0] + low:
         return False
-    return bool(np.shares_memory(_as_array(one), _as_array(other)))
+    first, second = (np.asarray(_Interface(*each)) for each in (one, other))
+    return bool(np.shares_memory(first, second))
 
 
 @lru_cache(maxsize=1024)
@@ -110,10 +110,6 @@ def extent(block: Block) -> tuple[int, int]:
         return 0, 0
     reach = [(size - 1) * step for size, step in zip(block.shape, block.strides, strict=True)]
     return sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + SIZES[block.dtype]
-
-
-def _as_array(block: tuple[int, Block]) -> npt.NDArray[np.void]:
-    return np.asarray(_Interface(*block))
 
 
 class _Interface:
