@@ -327,11 +327,8 @@ def _in_order(
     kernel: Kernel[Array], blocks: Array, old: Array, new: Array, size: int
 ) -> tuple[Array, Array, Array]:
     """Sort blocks on the host, and their positions: memory is read fastest in rising order."""
-    values = [kernel_of(each).to_numpy(each) for each in (blocks, old, new)]
-    numbers, first, second = values
-    if numbers is None or first is None or second is None:
-        return blocks, old, new
-    if (numbers[1:] > numbers[:-1]).all():
+    numbers, first, second = [kernel_of(each).to_numpy(each) for each in (blocks, old, new)]
+    if numbers is None or first is None or second is None or (numbers[1:] > numbers[:-1]).all():
         return blocks, old, new
     row = np.full(size, -1)  # of each block among those given: no sort
     row[numbers] = np.arange(len(numbers))
@@ -347,7 +344,7 @@ def _in_order(
 def _signed(kernel: Kernel[Array], shift: object, like: Array) -> Array:
     """Return the shift in the library of k: unsigned types on the host as int64, bool refused."""
     numbers = kernel.as_positions(shift, like)
-    dtype = str(numbers.dtype).rpartition(".")[2]
+    dtype = _dtype_of(numbers)
     if not dtype.startswith(("int", "uint", "float", "bfloat")):
         raise TypeError(f"shift must be whole numbers of tokens, got {dtype}")
     values = kernel_of(numbers).to_numpy(numbers) if dtype.startswith("uint") else None
