@@ -63,7 +63,6 @@ KERNEL = kernels.Kernel(
     row_lengths=lambda positions: reference.row_lengths(positions.values),
     arange=lambda like, count: Array(np.arange(count)),
     as_positions=lambda positions, like: Array(plain(positions)),
-    repeat_rows=wrapped(reference.repeat_rows),
     to_numpy=lambda positions: None,
     from_numpy=Array,
     host_constant=reference.host_constant,

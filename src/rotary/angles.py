@@ -165,7 +165,7 @@ def sequence_cos_sin(
     """
     kernel = kernel_of(like)
     if spec.depends_on_length and is_per_row(seq_len):
-        positions = kernel.repeat_rows(kernel.arange(like, seq), len(seq_len))
+        positions = kernel.namespace.broadcast_to(kernel.arange(like, seq), (len(seq_len), seq))
         return cos_sin(spec, positions, precision, seq_len)
     length = _known_length(spec, seq if seq_len is None else seq_len)
     if not kernel.is_cacheable(like):

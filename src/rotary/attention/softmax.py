@@ -9,9 +9,10 @@ and run with `distance_attention` and `rerope`.
 """
 
 import math
+from typing import Any
 
 from ..angles import moved_cos_sin
-from ..kernels import is_per_row, kernel_of
+from ..kernels import is_per_row
 from ..rotate import apply, check_one_axis, check_tokens, options_of, rotate
 from ..spec import Rotary, check_spec, check_whole, unwrapped
 from .arrays import (
@@ -163,12 +164,14 @@ def vo_rope_attention(
     return _turned(value_spec, attended, q_positions, seq_len, allow_negative, conjugate=True)
 
 
-def _by_row(positions: object, x: Array, seq_len: object) -> object:
+def _by_row(positions: object, x: Array, seq_len: object) -> Any:
     """Return positions of one row for every row, if each row has a length of its own."""
     if positions is None or not is_per_row(seq_len):
         return positions
     where = positions_of(positions, x)
-    return kernel_of(x).repeat_rows(where, len(seq_len)) if where.ndim == 1 else where
+    if where.ndim > 1:
+        return where
+    return namespace(x).broadcast_to(where, (len(seq_len), *where.shape))
 
 
 def _turned(
@@ -180,10 +183,9 @@ def _turned(
     conjugate: bool = False,
 ) -> Array:
     """Rotate x as `apply` does, but without the attention factor: as a move from position 0."""
-    where = positions_of(positions, x)
     if positions is None:
         check_one_axis(spec)
-        where = kernel_of(x).repeat_rows(where, len(seq_len)) if is_per_row(seq_len) else where
+    where = _by_row(positions_of(positions, x), x, seq_len)
     options = options_of(spec, seq_dim=-2)
     check_tokens(spec, tuple(where.shape), (tuple(x.shape),), options, is_part=False)
     first = namespace(where).zeros_like(where)

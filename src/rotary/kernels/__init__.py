@@ -64,7 +64,6 @@ class Kernel(Generic[Array]):
     row_lengths: Callable[[Array], list[int]]  # largest position of each row, plus one
     arange: Callable[[Array, int], Array]  # positions 0 .. count - 1 on the device of an array
     as_positions: Callable[[object, Array], Array]  # converts lists and other arrays
-    repeat_rows: Callable[[Array, int], Array]  # the same positions for every row
     to_numpy: Callable[[Array], Numbers | None]  # positions, if they are on the host
     from_numpy: Callable[[Numbers], Array]  # converts a table made by NumPy
     host_constant: Callable[..., Any]  # calls a function on the host, also while tracing

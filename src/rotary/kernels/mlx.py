@@ -254,11 +254,6 @@ def as_positions(positions: object, like: Array) -> Operand:
     return positions if takes(positions) else reference.of_list(positions)
 
 
-def repeat_rows(positions: Array, rows: int) -> Array:
-    """Repeat positions (seq,) for every row: (rows, seq)."""
-    return mx.broadcast_to(positions, (rows, len(positions)))
-
-
 def to_numpy(positions: Array | Numbers) -> Numbers | None:
     """Return whole positions, if readable; None for fractions, which may need a gradient."""
     is_kept = isinstance(positions, mx.array) and not _is_whole(positions)
@@ -343,7 +338,6 @@ KERNEL = Kernel[Array](
     row_lengths=row_lengths,
     arange=arange,
     as_positions=as_positions,
-    repeat_rows=repeat_rows,
     to_numpy=to_numpy,
     from_numpy=from_numpy,
     host_constant=reference.host_constant,  # what it returns is a constant in a traced call

@@ -204,11 +204,6 @@ def as_positions(positions: object, like: Array) -> Array:
     return of_list(positions)
 
 
-def repeat_rows(positions: Array, rows: int) -> Array:
-    """Repeat positions (seq,) for every row: (rows, seq)."""
-    return np.broadcast_to(positions, (rows, len(positions)))
-
-
 def to_numpy(positions: Array) -> Array:
     """Return the positions unchanged."""
     return positions
@@ -368,7 +363,6 @@ KERNEL = Kernel(
     row_lengths=row_lengths,
     arange=arange,
     as_positions=as_positions,
-    repeat_rows=repeat_rows,
     to_numpy=to_numpy,
     from_numpy=from_numpy,
     host_constant=host_constant,

@@ -162,11 +162,6 @@ def as_positions(positions: Any, like: Array) -> Any:
     return positions if takes(positions) else reference.of_list(positions)
 
 
-def repeat_rows(positions: Array, rows: int) -> Array:
-    """Repeat positions (seq,) for every row: (rows, seq)."""
-    return jnp.broadcast_to(positions, (rows, len(positions)))
-
-
 def to_numpy(positions: Array) -> Numbers | None:
     """Return the positions as a NumPy array; None if not in the memory of one CPU device."""
     is_here = is_at_hand(positions) and _device(positions) is not None

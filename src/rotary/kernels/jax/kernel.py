@@ -282,7 +282,6 @@ KERNEL = Kernel(
     row_lengths=angles.row_lengths,
     arange=angles.arange,
     as_positions=angles.as_positions,
-    repeat_rows=angles.repeat_rows,
     to_numpy=angles.to_numpy,
     from_numpy=angles.from_numpy,
     host_constant=reference.host_constant,  # what it returns is a constant in a traced call

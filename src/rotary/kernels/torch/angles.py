@@ -165,11 +165,6 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     return as_tensor("positions", array, like)
 
 
-def repeat_rows(positions: Tensor, rows: int) -> Tensor:
-    """Repeat positions (seq,) for every row: (rows, seq)."""
-    return positions.expand(rows, -1)
-
-
 def to_numpy(positions: Tensor) -> Numbers | None:
     """Return positions as a NumPy array; None if not on the host, of another dtype, or trained."""
     if is_recording() or not is_on_host(positions) or positions.dtype not in _POSITIONS:

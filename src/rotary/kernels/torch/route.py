@@ -361,7 +361,6 @@ KERNEL = Kernel(
     row_lengths=angles.row_lengths,
     arange=angles.arange,
     as_positions=angles.as_positions,
-    repeat_rows=angles.repeat_rows,
     to_numpy=angles.to_numpy,
     from_numpy=angles.from_numpy,
     host_constant=angles.host_constant,
