@@ -168,11 +168,12 @@ def sequence_cos_sin(
         positions = kernel.namespace.broadcast_to(kernel.arange(like, seq), (len(seq_len), seq))
         return cos_sin(spec, positions, precision, seq_len)
     length = _known_length(spec, seq if seq_len is None else seq_len)
-    if not kernel.is_cacheable(like):
+    device = kernel.device_key(like)
+    if device is None:
         return cos_sin(spec, kernel.arange(like, seq), precision, length)
     # round up to a power of two: a few cached sizes serve every length
     rows = seq if spec.depends_on_length else 1 << max(seq - 1, 255).bit_length()
-    key = ("tables", spec, length, rows, precision, kernel.device_key(like))
+    key = ("tables", spec, length, rows, precision, device)
     cos, sin = _cache.get(key, lambda: cos_sin(spec, kernel.arange(like, rows), precision, length))
     return cos[:seq], sin[:seq]
 

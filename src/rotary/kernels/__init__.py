@@ -67,8 +67,8 @@ class Kernel(Generic[Array]):
     to_numpy: Callable[[Array], Numbers | None]  # positions, if they are on the host
     from_numpy: Callable[[Numbers], Array]  # converts a table made by NumPy
     host_constant: Callable[..., Any]  # calls a function on the host, also while tracing
-    is_cacheable: Callable[[Array], bool]  # whether tables for an array may be cached
-    device_key: Callable[[Array], str]  # the device of an array, a part of the cache key
+    # the device of an array, a part of the cache key; None if tables for it must not be cached
+    device_key: Callable[[Array], str | None]
 
     check: Callable[[Array], None] | None = None  # refuses arrays that their type does not exclude
     # (xs, out): refuses dtypes, and outputs unlike x, as `rotate` does, before anything is prepared

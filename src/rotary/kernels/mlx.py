@@ -290,14 +290,9 @@ def arange(like: Array, count: int) -> Array:
     return mx.arange(count, dtype=mx.int64)
 
 
-def is_cacheable(like: Array) -> bool:
-    """Whether tables can be cached: on a CPU, where they are computed immediately."""
-    return _is_on_cpu()
-
-
-def device_key(like: Array) -> str:
-    """Return a part of the cache key, one for all devices, because they share memory."""
-    return "mlx"
+def device_key(like: Array) -> str | None:
+    """Return a part of the cache key; None on a GPU, where tables are not computed immediately."""
+    return "mlx" if _is_on_cpu() else None
 
 
 def _is_on_cpu() -> bool:
@@ -341,7 +336,6 @@ KERNEL = Kernel[Array](
     to_numpy=to_numpy,
     from_numpy=from_numpy,
     host_constant=reference.host_constant,  # what it returns is a constant in a traced call
-    is_cacheable=is_cacheable,
     device_key=device_key,
     move=move,
     check_xs=check_xs,

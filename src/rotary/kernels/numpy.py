@@ -219,12 +219,7 @@ def host_constant(function: Callable[..., Array], *arguments: object) -> Array:
     return function(*arguments)
 
 
-def is_cacheable(like: Array) -> bool:
-    """Return True: tables for NumPy arrays can be cached."""
-    return True
-
-
-def device_key(like: Array) -> str:
+def device_key(like: Array) -> str | None:
     """Return the device of tables for this array, a part of the cache key."""
     return "numpy"
 
@@ -366,7 +361,6 @@ KERNEL = Kernel(
     to_numpy=to_numpy,
     from_numpy=from_numpy,
     host_constant=host_constant,
-    is_cacheable=is_cacheable,
     device_key=device_key,
     move=move,
     check_out=check_out,

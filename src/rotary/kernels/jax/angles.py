@@ -193,20 +193,16 @@ def arange(like: Array, count: int) -> Array:
         return jnp.arange(count, dtype=jnp.int32)
 
 
-def is_cacheable(like: Array) -> bool:
-    """Whether tables for this array can be cached: not while tracing, nor under a mesh.
+def device_key(like: Array) -> str | None:
+    """Return the device, a part of the cache key; None while tracing, and under a mesh.
 
     An array made under `jax.set_mesh` is on that mesh, and cannot be used on another one.
     """
     own = jnp.zeros(())
     if is_traced(like) or is_traced(own):
-        return False
-    return isinstance(own.sharding, jax.sharding.SingleDeviceSharding)
-
-
-def device_key(like: Array) -> str:
-    """Return the device, a part of the cache key."""
-    return f"jax:{_device(like)}"
+        return None
+    is_on_one_device = isinstance(own.sharding, jax.sharding.SingleDeviceSharding)
+    return f"jax:{_device(like)}" if is_on_one_device else None
 
 
 def _device(array: Array) -> Any:

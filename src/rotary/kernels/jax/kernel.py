@@ -285,7 +285,6 @@ KERNEL = Kernel(
     to_numpy=angles.to_numpy,
     from_numpy=angles.from_numpy,
     host_constant=reference.host_constant,  # what it returns is a constant in a traced call
-    is_cacheable=angles.is_cacheable,
     device_key=angles.device_key,
     move=move,
     check_xs=check_xs,

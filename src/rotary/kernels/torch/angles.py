@@ -229,22 +229,19 @@ def arange(like: Tensor, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int64, device=like.device)
 
 
-def is_cacheable(like: Tensor) -> bool:
-    """Whether tables for this tensor can be cached: not while tracing, nor for fake tensors.
+def device_key(like: Tensor) -> str | None:
+    """Return the device and whether inference mode is on, a part of the cache key.
 
-    A CUDA graph that is captured makes its own: they would be empty until it runs, and those of the
-    cache may be gone by then.
+    None while tracing, and for fake tensors. A CUDA graph that is captured makes its own tables:
+    they would be empty until it runs, and those of the cache may be gone by then.
     """
-    return _is_untraced(like) and not is_capturing(like)
+    if not _is_untraced(like) or is_capturing(like):
+        return None
+    return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
 
 
 def _is_untraced(like: Tensor) -> bool:
     return not is_tracing() and type(like) in TENSORS and not is_transforming()
-
-
-def device_key(like: Tensor) -> str:
-    """Return the device and whether inference mode is on, a part of the cache key."""
-    return f"torch:{like.device}:{torch.is_inference_mode_enabled()}"
 
 
 def host_constant(

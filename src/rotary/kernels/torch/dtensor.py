@@ -111,7 +111,8 @@ def rotate_exact(
             own = torch.arange(first, first + count, device=shards[0].device)
         if positions is not None or kernel.makes_angles(shards, own, outs, num_axes):
             return kernel.rotate_exact(shards, turns, factor, axes, own, shard_options, outs)
-        is_cached = angles.is_cacheable(shards[0]) and count * turns.nbytes <= _CACHED_BYTES
+        is_small = count * turns.nbytes <= _CACHED_BYTES
+        is_cached = is_small and angles.device_key(shards[0]) is not None
         make = _run_tables if is_cached else _run_tables.__wrapped__
         device, is_inference = shards[0].device, torch.is_inference_mode_enabled()
         cos, sin = make(turns.tobytes(), factor, first, count, device, is_inference)
@@ -249,9 +250,9 @@ def to_numpy(positions: DTensor) -> Numbers:
     )
 
 
-def is_cacheable(like: DTensor) -> bool:
-    """Whether tables for this tensor can be cached, as in `angles.py`."""
-    return not is_tracing() and angles.is_cacheable(like.to_local())
+def device_key(like: DTensor) -> str | None:
+    """Return a part of the cache key as in `angles.py`; None if tables must not be cached."""
+    return None if is_tracing() else angles.device_key(like.to_local())
 
 
 _LOCAL: SomeKernel = kernel.KERNEL
@@ -263,7 +264,7 @@ KERNEL = replace(
     rotate_exact=rotate_exact,
     on_shards=on_shards,
     to_numpy=to_numpy,
-    is_cacheable=is_cacheable,
+    device_key=device_key,
     move=None,
     move_by=None,
     check_out=None,

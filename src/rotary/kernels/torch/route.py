@@ -364,7 +364,6 @@ KERNEL = Kernel(
     to_numpy=angles.to_numpy,
     from_numpy=angles.from_numpy,
     host_constant=angles.host_constant,
-    is_cacheable=angles.is_cacheable,
     device_key=angles.device_key,
     check=check_plain,
     check_xs=check_xs,
