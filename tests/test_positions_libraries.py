@@ -184,6 +184,15 @@ def test_numbers_in_memory_are_looked_at(name, library):
         call(make)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+def test_unsigned_numbers_of_numpy_beside_another_array(library):
+    module = pytest.importorskip(library)
+    offset, like = np.array([5, 7], np.uint64), module.zeros(1)
+    found = positions.arange(2, offset, like=None if library == "numpy" else like)
+    assert found.tolist() == [[5, 6], [7, 8]]
+    assert type(found) is type(like)
+
+
 @pytest.mark.parametrize("order", ["contiguous", "head_tail", "striped"])
 @pytest.mark.parametrize("bounds", [None, [0, 8, 8, 12, 24]])
 def test_the_rank_of_a_shard_may_be_traced(order, bounds):

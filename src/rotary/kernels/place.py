@@ -45,12 +45,12 @@ class Place:
         kind = str(numbers.dtype).rpartition(".")[2]
         if not kind.startswith(("int", "uint")):
             raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
-        known = self.in_memory(numbers) if kind == "uint64" else None
-        if isinstance(numbers, np.ndarray) or known is not None:
-            values = numbers if known is None else known
-            for largest in (values.max(), values.min()) if values.size else ():
-                self.check_size(name, int(largest))
-        if isinstance(numbers, np.ndarray):
+        is_numpy = isinstance(numbers, np.ndarray)
+        values = numbers if is_numpy else self.in_memory(numbers) if kind == "uint64" else None
+        if values is not None and values.size:
+            self.check_size(name, int(values.max()))
+            self.check_size(name, int(values.min()))
+        if is_numpy:
             numbers = self.converted(numbers.astype(np.int64))
         return self.cast(numbers, self.dtype)
 
