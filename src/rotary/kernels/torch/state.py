@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...words import brief
 from .. import Numbers
+from .. import numpy as reference
 from .private import (
     constant,
     count_of_modes,
@@ -22,17 +23,8 @@ from .private import (
     unwrapped,
 )
 
-FLOATS = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-CODES = {  # of cached keys only
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-}
+FLOATS: dict[torch.dtype, str] = {getattr(torch, name): name for name in reference.FLOATS}
+CODES: dict[torch.dtype, str] = {getattr(torch, name): name for name in reference.CODES}
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 UNSIGNED = (torch.uint16, torch.uint32)  # torch computes with neither; both fit in int64
 TENSORS = (Tensor, torch.nn.Parameter)
