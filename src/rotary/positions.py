@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .kernels import Array, Numbers, Operand, is_traced
-from .kernels.place import Place, is_array, is_open_size
+from .kernels.place import Place, cast, is_array, is_open_size
 from .words import brief
 
 Positions = npt.NDArray[np.int64]
@@ -150,7 +150,7 @@ def left_padded(attention_mask: object, *, like: object = None) -> object:
     numbers = place.in_memory(array)
     if array.ndim == 0 or (numbers is not None and not np.isin(numbers, (0, 1)).all()):
         raise ValueError("attention_mask must be (..., seq) and hold 0 for padding, 1 for tokens")
-    is_token = place.cast(array != place.xp.zeros_like(array), place.dtype)
+    is_token = cast(array != place.xp.zeros_like(array), place.dtype)
     return (is_token.cumsum(-1) - 1) * is_token
 
 
@@ -285,7 +285,7 @@ def shard(
         return token * world + (start + rank)
     if order == "head_tail":
         chunk = share // 2
-        tail = place.cast(token >= chunk, place.dtype) * (2 * (world - 1 - rank) * chunk)
+        tail = cast(token >= chunk, place.dtype) * (2 * (world - 1 - rank) * chunk)
         return tail + token + (start + rank * chunk)
     return token + (start + rank * share)
 

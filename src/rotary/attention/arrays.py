@@ -6,6 +6,7 @@ import numpy as np
 
 from ..kernels import Array as Array
 from ..kernels import kernel_of
+from ..kernels.place import cast as cast
 
 
 def namespace(array: Array) -> Any:
@@ -83,11 +84,6 @@ def float64_of(x: Array) -> Any:
             "arrays"
         )
     return xp.float64
-
-
-def cast(x: Array, dtype: Any) -> Array:
-    """Convert x to another type; gradients pass through."""
-    return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
 
 
 def at_least_float32(x: Array) -> Array:

@@ -1,10 +1,11 @@
 """Makes positions in the library and on the device of an array that a caller passes."""
 
 import sys
+from typing import Any
 
 import numpy as np
 
-from . import Numbers, SomeKernel, host, is_symbolic, kernel_of
+from . import Array, Numbers, SomeKernel, host, is_symbolic, kernel_of
 from .private import recorded_as
 
 
@@ -52,7 +53,7 @@ class Place:
             self.check_size(name, int(values.min()))
         if is_numpy:
             numbers = self.converted(numbers.astype(np.int64))
-        return self.cast(numbers, self.dtype)
+        return cast(numbers, self.dtype)
 
     def converted(self, numbers: Numbers) -> Numbers:
         """Convert a NumPy array to this library and device."""
@@ -66,15 +67,9 @@ class Place:
         """The type of positions: int64, in JAX without x64 int32."""
         return self.arange(0).dtype
 
-    def cast(self, array: Numbers, dtype: "np.dtype[np.generic]") -> Numbers:
-        """Convert an array of this library to another dtype of it."""
-        if self.xp.__name__ == "torch":
-            return array.to(dtype)  # type: ignore[attr-defined]  # a tensor
-        return array.astype(dtype)
-
     def fractions(self, numbers: Numbers) -> Numbers:
         """Return whole numbers as float64; as float32 in JAX without x64 and in MLX."""
-        return self.cast(numbers, self.converted(np.ones(1)).dtype)
+        return cast(numbers, self.converted(np.ones(1)).dtype)
 
     def check_size(self, name: str, value: int) -> None:
         """Refuse a whole number that would wrap: int64 holds positions, in JAX without x64 int32.
@@ -90,6 +85,11 @@ class Place:
         if abs(value) > limit:
             kind = "int64" if limit > 2**31 else "int32, as JAX without x64 ends at 2^31 - 1"
             raise ValueError(f"{name} must fit in {kind}, got {value}")
+
+
+def cast(array: Array, dtype: Any) -> Array:
+    """Convert an array to another dtype of its library; gradients pass through."""
+    return array.astype(dtype) if hasattr(array, "astype") else array.to(dtype)
 
 
 def is_open_size(value: object) -> bool:
