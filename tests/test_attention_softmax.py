@@ -501,3 +501,16 @@ def test_queries_of_one_row_see_keys_whose_rows_have_other_lengths():
                                k_positions=of_keys)  # fmt: skip
     found = softmax_attention(q, k, k, spec, q_positions=of_queries, k_positions=of_keys)
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_one_row_of_query_positions_beside_keys_of_two_lengths():
+    """For values too it is that row for every row; before, this was an error."""
+    params = {"factor": 4.0, "original_max_position_embeddings": 4}
+    spec = Rotary(head_dim=8, schedule="dynamic", params=params)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 2, 6, 8))
+    one, keys = np.arange(6) + 5, np.arange(6) + np.array([[0], [5]])
+    found, wanted = (
+        vo_rope_attention(q, k, v, spec, q_positions=each, k_positions=keys)
+        for each in (one, np.stack([one, one]))
+    )
+    np.testing.assert_array_equal(found, wanted)
