@@ -559,6 +559,22 @@ WRONG = {
 }
 
 
+def test_arguments_of_another_type_are_named():
+    k = normal(2, 3, 5, 8)
+    with pytest.raises(TypeError, match="spec, the second argument, must be a Rotary, got None"):
+        rerotate(k, None, shift=3)
+    with pytest.raises(TypeError, match="new_spec must be a Rotary, got dict"):
+        rerotate(k, SPEC, range(5), range(5), {})
+    with pytest.raises(TypeError, match="all arrays must be of one library"):
+        rerotate([k, torch.from_numpy(k)], SPEC, shift=3)
+
+
+def test_a_shift_in_the_other_byte_order():
+    cache, shifts = normal(6, 4, 2, 8), [3, -2]
+    moved = rerotate(cache, SPEC, blocks=[4, 1], shift=np.array(shifts, ">i8"))
+    np.testing.assert_array_equal(moved, rerotate(cache, SPEC, blocks=[4, 1], shift=shifts))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_makes_no_sense_is_refused_in_one_line(name):
     arguments, message = WRONG[name]

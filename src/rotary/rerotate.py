@@ -11,8 +11,8 @@ from .angles import moved_cos_sin, turns
 from .kernels import Array, Kernel, is_per_row, kernel_of
 from .kernels.geometry import Options, seq_axis
 from .kernels.numpy import CODES, FLOATS
-from .rotate import outputs, rotate
-from .spec import Rotary
+from .rotate import check_library, outputs, rotate
+from .spec import Rotary, check_spec
 
 _FIXED = ("head_dim", "rotary_dim", "start", "out_layout")
 
@@ -136,6 +136,9 @@ def rerotate(
     if not xs:
         raise ValueError("k must hold at least one array")
     like, kernel = xs[0], kernel_of(xs[0])
+    check_spec(spec, "spec, the second argument,")
+    check_spec(spec if new_spec is None else new_spec, "new_spec")
+    check_library(kernel, like, *xs[1:])
     shape = tuple(like.shape)
     axis = seq_axis(shape, seq_dim)
     if shape[-1] != spec.head_dim:
@@ -223,7 +226,7 @@ def _moved_in_place(
 
 
 def _dtype_of(x: Array) -> str:
-    return str(x.dtype).rpartition(".")[2]
+    return str(getattr(x.dtype, "name", x.dtype)).rpartition(".")[2]  # NumPy's may be ">i8"
 
 
 def _check_layer(index: int, x: Array, like: Array, axis: int, *, is_paged: bool) -> None:
