@@ -103,7 +103,7 @@ NONSENSE = {
         '{"model_type": "granite_swa", "layer_rope_theta": [0]}',
         "no rotation|rope_theta=0",
     ),
-    "a base that is none": ('{"head_dim": 64, "rope_theta": -5}', "base must be finite"),
+    "a base that is none": ('{"head_dim": 64, "rope_theta": -5}', "rope_theta must be finite"),
     "nothing": ("  ", "paste a config.json"),
 }
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
 Indices = npt.NDArray[np.int64]
-_OTHER_NAMES: dict[str, Layout] = {  # names in other programs, or of functions in them
-    **dict.fromkeys(("neox", "gpt_neox", "rotate_half", "non_interleaved"), "half"),
-    **dict.fromkeys(("gptj", "gpt_j", "rotate_every_two", "traditional"), "interleaved"),
-    **dict.fromkeys(("interleave", "complex"), "interleaved"),
+_OTHER_NAMES: dict[str, Layout] = {  # in other programs, and of their functions; GPT-J is "j" here
+    **dict.fromkeys(("neox", "rotate_half", "non_interleaved"), "half"),
+    **dict.fromkeys(("j", "rotate_every_two", "traditional", "complex"), "interleaved"),
+    "interleave": "interleaved",
 }
 
 
@@ -29,9 +29,11 @@ def check(layout: str, name: str = "layout") -> None:
     ValueError: layout must be 'half' or 'interleaved', got 'neox', which is 'half'
     """
     if layout not in LAYOUTS:
-        same = _OTHER_NAMES.get(str(layout).lower().replace("-", "_"))
+        plain = str(layout)[:80].lower().replace("-", "_").removeprefix("gpt").removeprefix("_")
+        same = _OTHER_NAMES.get(plain)
         hint = "" if same is None else f", which is {same!r}"
-        raise ValueError(f"{name} must be 'half' or 'interleaved', got {layout!r}{hint}")
+        given = " ".join(repr(layout).split())[:80]
+        raise ValueError(f"{name} must be 'half' or 'interleaved', got {given}{hint}")
 
 
 def pair_slices(rotary_dim: int, layout: str, start: int = 0) -> tuple[slice, slice]:
