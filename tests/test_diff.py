@@ -600,6 +600,33 @@ def test_mlx_reads_no_rope_parameters_but_in_a_few_models():
     np.testing.assert_allclose(read(config)["mlx-lm"].inv_freq, ladder(5e5), rtol=1e-12)
 
 
+# channels of 64 that the modules of mlx-lm 0.32.2 were built for, where rope_parameters has a share
+SHARES_OF_MLX = [("phi3", 0.75, 64), ("nemotron", 0.25, 32), ("gptj", 0.25, 64)]
+
+
+@pytest.mark.parametrize(("model_type", "share", "width"), SHARES_OF_MLX)
+def test_mlx_reads_no_share_of_rope_parameters(model_type, share, width):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    config = {"model_type": model_type, "hidden_size": 4096, "num_attention_heads": 64,
+              "n_embd": 4096, "n_head": 64, "rope_parameters": rope}  # fmt: skip
+    found = read(config)
+    assert 2 * len(found["transformers"].inv_freq) == 64 * share
+    assert 2 * len(found["mlx-lm"].inv_freq) == width
+    assert " at the top level: mlx-lm reads no rope_parameters" in diff(config).verdict
+
+
+@pytest.mark.parametrize(("model_type", "error"), [
+    ("phi", "ValueError: [rope] dims must be even but got 25."),
+    ("stablelm", "TypeError: missing 1 required argument: 'partial_rotary_factor'"),
+])  # fmt: skip
+def test_mlx_refuses_a_share_that_is_not_at_the_top_level(model_type, error):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = {"model_type": model_type, "hidden_size": 2048, "num_attention_heads": 32,
+              "rope_theta": 1e4, "rope_parameters": rope}  # fmt: skip
+    assert read(config)["mlx-lm"].refuses == error
+    assert not read({**config, "partial_rotary_factor": 0.5})["mlx-lm"].refuses
+
+
 def test_type_and_rope_type_that_disagree():
     config = scaled("linear", type="dynamic", factor=2.0)
     assert_transformers(config)

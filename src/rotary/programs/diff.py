@@ -34,7 +34,8 @@ TOLERANCE = 1e-9  # between formulas in float64; float32 of the programs adds er
 NUMBERS = frozenset({
     "factor", "alpha", "mixed_b", "max_trained_positions", "beta_fast", "beta_slow",
     "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor",
-    "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim", "rope_theta",
+    "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale", "rope_dim", "rotary_dim",
+    "rotary_pct", "rope_theta", "partial_rotary_factor",
 })  # fmt: skip
 BASE_KEYS = frozenset(  # the names that models have for the key of the base
     names["rope_theta"]

@@ -7,6 +7,8 @@
   local_base     the key of the base of sliding layers, which is 10 000 if the config has none
   scaled_layers  the layer type that rope_scaling applies to; others are plain
   unscaled       plain whatever rope_scaling says
+  partial_rotary_factor, rotary_dim  the value if the config has none at the top level, where alone
+                 such a file reads it (GPT-NeoX: rotary_pct); null if mlx-lm then raises
 tests/test_peers.py compares with recorded results of mlx-lm, also for configs without these keys.
 """
 
@@ -50,16 +52,37 @@ def opens(case: Case) -> Case:
     if "unscaled" in model:
         advice = f"mlx-lm does not scale {model_type} at all" if rope else advice
         rope = {}
+    width_key, dim = _width(case, model)
     if data.get("rope_parameters") and model.get("reads") not in ("type", "nested"):
         keys = "rope_theta and rope_scaling"
+        if width_key and dim != case.dim:
+            keys = f"rope_theta, rope_scaling and {width_key}"
         advice = f"Write {keys} at the top level: mlx-lm reads no rope_parameters"
     return case._replace(
         rope=rope,
         advice=advice,
         rope_type=rope.get("type") or rope.get("rope_type") or "default",
         base=float(base),
-        dim=config.head_dim if model_type == "glm" else case.dim,  # glm: always the whole head
+        dim=dim,
     )
+
+
+def _width(case: Case, model: Mapping[str, JSON]) -> tuple[str, int]:
+    """Return the number of rotated channels, after the top-level key that says it, or ""."""
+    config = case.config
+    if config.model_type == "glm":  # always the whole head
+        return "", config.head_dim
+    name = next((each for each in ("partial_rotary_factor", "rotary_dim") if each in model), "")
+    if not name:
+        return "", case.dim
+    key = config.model.get("names", {}).get(name, name)
+    value = config.data.get(key, model[name])
+    if value is None:
+        raise RefusedError(f"TypeError: missing 1 required argument: {key!r}")
+    dim = int(value if name == "rotary_dim" else value * config.head_dim)
+    if dim % 2:
+        raise RefusedError(f"ValueError: [rope] dims must be even but got {dim}.")
+    return key, dim
 
 
 def _rope_and_base(case: Case, model: Mapping[str, JSON]) -> tuple[Mapping[str, JSON], float]:
