@@ -321,7 +321,7 @@ def test_the_class_of_phi3_reads_su_and_yarn_as_longrope():
     with pytest.raises(StrictDataclassClassValidationError, match="longrope"):
         theirs({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
     found = read({**config, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert [bool(found[name].refuses) for name in NAMES] == [True, True, True, False, False, False]
+    assert [name for name in NAMES if not found[name].refuses] == ["llama.cpp", "keras-hub"]
     assert found["keras-hub"].not_compared
     found = read({**config, "rope_scaling": {"type": "longrope", **lists}}, seq_len=9)
     assert found["mlx-lm"].attention_factor == pytest.approx(math.sqrt(1.2))  # ln 4 / ln 1024
@@ -625,6 +625,48 @@ def test_mlx_refuses_a_share_that_is_not_at_the_top_level(model_type, error):
               "rope_theta": 1e4, "rope_parameters": rope}  # fmt: skip
     assert read(config)["mlx-lm"].refuses == error
     assert not read({**config, "partial_rotary_factor": 0.5})["mlx-lm"].refuses
+
+
+MUST_HAVE = "ValueError: rope_scaling must contain "
+LINEAR_ALONE = "ValueError: rope_scaling 'type' currently only supports 'linear'"
+
+
+@pytest.mark.parametrize(("model_type", "rope", "error"), [
+    ("nemotron", {"rope_type": "yarn", **YARN}, LINEAR_ALONE),
+    ("nemotron", {"rope_type": "default"}, f"{MUST_HAVE}'factor'"),
+    ("nemotron", {"rope_type": "linear", "factor": 2.0}, "KeyError: 'type'"),
+    ("nemotron", {"type": "linear", "factor": 2.0}, ""),
+    ("qwen2_moe", {"rope_type": "yarn", **YARN}, f"{MUST_HAVE}keys {{'factor', 'type'}}"),
+    ("qwen2_moe", {"type": "yarn", **YARN}, LINEAR_ALONE),
+    ("internlm2", {"type": "yarn", **YARN}, f"{LINEAR_ALONE} or 'dynamic'"),
+    ("internlm2", {"type": "dynamic", "factor": 2.0}, ""),
+    ("hunyuan_v1_dense", {"type": "yarn", **YARN},
+     f"{MUST_HAVE}keys {{'alpha', 'factor', 'type'}}"),
+    ("phi3", {"rope_type": "default"}, f"{MUST_HAVE}keys {{'long_factor', 'type'}}"),
+    ("phimoe", {"type": "linear", "factor": 2.0}, "KeyError: 'short_factor' is missing"),
+    ("deepseek_v2", None, "AttributeError: 'NoneType' object has no attribute 'get'"),
+    ("dbrx", None, "KeyError: 'rope_theta'"),
+])  # fmt: skip
+def test_mlx_refuses_a_scaling_that_its_model_file_does_not_accept(model_type, rope, error):
+    config = {**LLAMA, "model_type": model_type, "rope_scaling": rope}
+    assert read(config)["mlx-lm"].refuses == error
+
+
+@pytest.mark.parametrize(("model_type", "rope", "schedule"), [
+    ("qwen2_moe", {"type": "linear", "factor": 4.0}, "plain"),
+    ("phi3", {"type": "su", **LONGROPE}, "LongRoPE, long list"),
+    ("phi3", {"type": "yarn", "factor": 4.0, **LONGROPE}, "plain"),
+    ("hunyuan_v1_dense", {"type": "linear", "factor": 2.0, "alpha": 10.0}, "NTK, fixed base"),
+    ("deepseek_v2", {"type": "linear", "factor": 4.0}, "YaRN, factor 4"),
+])  # fmt: skip
+def test_mlx_has_files_that_compute_another_type(model_type, rope, schedule):
+    config = {**LLAMA, "model_type": model_type, "rope_scaling": rope}
+    assert read(config)["mlx-lm"].schedule.startswith(schedule)
+
+
+def test_mlx_takes_the_base_of_dbrx_from_its_attention_config():
+    config = {**LLAMA, "model_type": "dbrx", "attn_config": {"rope_theta": 1e4}}
+    np.testing.assert_allclose(read(config)["mlx-lm"].inv_freq, ladder(), rtol=1e-15)
 
 
 def test_type_and_rope_type_that_disagree():

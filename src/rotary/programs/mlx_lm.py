@@ -4,11 +4,17 @@
   reads          what it reads from `rope_parameters`: "type", only the "base", or entries "nested"
                  by layer type; without it, rope_theta and rope_scaling at the top level
   base           the base if the config has none; null if mlx-lm then raises; default 10 000
+  base_in        the object of the config that must have rope_theta
   local_base     the key of the base of sliding layers, which is 10 000 if the config has none
   scaled_layers  the layer type that rope_scaling applies to; others are plain
   unscaled       plain whatever rope_scaling says
-  partial_rotary_factor, rotary_dim  the value if the config has none at the top level, where alone
-                 such a file reads it (GPT-NeoX: rotary_pct); null if mlx-lm then raises
+  needs_scaling  mlx-lm raises without rope_scaling
+  needs, types   the keys that rope_scaling must have, and the types it may have; mlx-lm raises for
+                 all others
+  read_as        the type that is computed for each type of rope_scaling
+  partial_rotary_factor, rotary_dim, original_max_position_embeddings
+                 the value if the config has none at the top level, where alone such a file reads
+                 it (GPT-NeoX: rotary_pct); null if mlx-lm then raises
 tests/test_peers.py compares with recorded results of mlx-lm, also for configs without these keys.
 """
 
@@ -22,7 +28,6 @@ import numpy as np
 from ..strict_json import JSON
 from . import rules
 from .case import Case, NotComparedError, Program, RefusedError, Result
-from .transformers import PHI3
 
 MODELS: dict[str, dict[str, JSON]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 TRAINED = "original_max_position_embeddings"
@@ -47,11 +52,15 @@ def opens(case: Case) -> Case:
         advice = f"Write rope_theta: without it mlx-lm takes {base:g}"
     if model_type == "glm":
         advice = "mlx-lm rotates the whole head of glm"
+    _check_scaling(rope, model)
     if layer_type is not None and layer_type != model.get("scaled_layers", layer_type):
         rope = {}
     if "unscaled" in model:
         advice = f"mlx-lm does not scale {model_type} at all" if rope else advice
         rope = {}
+    rope_type = _type_of(rope)
+    if rope and "read_as" in model:
+        rope_type = model["read_as"].get(rope_type, model["read_as"]["others"])
     width_key, dim = _width(case, model)
     if data.get("rope_parameters") and model.get("reads") not in ("type", "nested"):
         keys = "rope_theta and rope_scaling"
@@ -61,10 +70,32 @@ def opens(case: Case) -> Case:
     return case._replace(
         rope=rope,
         advice=advice,
-        rope_type=rope.get("type") or rope.get("rope_type") or "default",
+        rope_type=rope_type,
         base=float(base),
         dim=dim,
     )
+
+
+def _type_of(rope: Mapping[str, JSON]) -> str:
+    return rope.get("type") or rope.get("rope_type") or "default"
+
+
+def _check_scaling(rope: Mapping[str, JSON], model: Mapping[str, JSON]) -> None:
+    """Raise the error of the model file for a rope_scaling that it does not accept."""
+    if not rope and "needs_scaling" in model:
+        raise RefusedError("AttributeError: 'NoneType' object has no attribute 'get'")
+    needs, types = model.get("needs", ()), model.get("types", ())
+    if not rope or not (needs or types):
+        return
+    if not rope.keys() >= set(needs):
+        keys = ", ".join(map(repr, needs))
+        words = f"keys {{{keys}}}" if len(needs) > 1 else keys
+        raise RefusedError(f"ValueError: rope_scaling must contain {words}")
+    if types and _type_of(rope) not in types:
+        words = " or ".join(map(repr, types))
+        raise RefusedError(f"ValueError: rope_scaling 'type' currently only supports {words}")
+    if "type" not in rope:  # read without asking whether it is there
+        raise RefusedError("KeyError: 'type'")
 
 
 def _width(case: Case, model: Mapping[str, JSON]) -> tuple[str, int]:
@@ -94,6 +125,8 @@ def _rope_and_base(case: Case, model: Mapping[str, JSON]) -> tuple[Mapping[str, 
     rope = data.get("rope_scaling") or (new if reads == "type" else {})
     if case.config.layer_type == "sliding_attention" and "local_base" in model:
         return rope, data.get(model["local_base"], 10_000.0)
+    if "base_in" in model and "rope_theta" not in (data.get(model["base_in"]) or {}):
+        raise RefusedError("KeyError: 'rope_theta'")
     name = case.config.model.get("names", {}).get("rope_theta", "rope_theta")
     base = data.get(name, new.get("rope_theta") if reads else None)
     if base is None and model.get("base", 10_000.0) is None:
@@ -119,9 +152,9 @@ def llama3(case: Case) -> Result:
 
 def longrope(case: Case) -> Result:
     """Compute LongRoPE, always with the long list."""
-    data = case.config.data
-    is_phi3 = case.config.model_type in PHI3
-    case = case._replace(trained=data.get(TRAINED, 4096) if is_phi3 else rules.need(case, TRAINED))
+    data, silent = case.config.data, MODELS.get(case.config.model_type, {}).get(TRAINED)
+    trained = data.get(TRAINED, silent) if silent else rules.need(case, TRAINED)
+    case = case._replace(trained=trained)
     advice = (
         case.advice or "mlx-lm uses the long list for every sequence, and its own attention factor"
     )
