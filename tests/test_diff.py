@@ -567,12 +567,16 @@ def test_mlx_has_files_that_never_scale():
     assert read(config)["mlx-lm"].advice == "mlx-lm does not scale qwen3_moe at all"
 
 
-def test_a_layout_that_one_program_reads_is_told():
-    config = {**LLAMA, "rope_traditional": True}
-    assert diff(config).verdict.endswith(
-        "pair adjacent channels, and the other programs do not read it."
-    )
-    assert "Layouts" not in diff({**LLAMA, "rope_traditional": False}).verdict
+@pytest.mark.parametrize(("model_type", "key", "other"), [
+    ("llama", "rope_traditional", True),
+    ("gptj", "rope_traditional", False),
+    ("deepseek_v3", "rope_interleave", False),  # transformers reads it, mlx-lm does not
+])  # fmt: skip
+def test_a_layout_that_not_all_programs_read_is_told(model_type, key, other):
+    config = {**LLAMA, "model_type": model_type, key: other}
+    said = f" Layouts are not compared, and not all programs read {key}."
+    assert diff(config).verdict.endswith(said)
+    assert "Layouts" not in diff({**config, key: not other}).verdict
 
 
 def test_keras_reads_what_its_converters_read():

@@ -213,11 +213,8 @@ decimal point, as 8.0.
     reference = accepted[0] if accepted else ""
     differences = tuple(_farthest(name, reference, by_length) for name in accepted[1:])
     verdict = _verdict(by_length, reference, differences, longest.rope_type)
-    if entry.data.get(LAYOUT_MARK) is True:
-        verdict += (
-            f" Layouts are not compared: {LAYOUT_MARK} makes mlx-lm pair adjacent channels, and "
-            "the other programs do not read it."
-        )
+    if key := _key_of_another_layout(entry):
+        verdict += f" Layouts are not compared, and not all programs read {key}."
     return Diff(tuple(of_longest.values()), tuple(by_length), reference, differences, verdict)
 
 
@@ -351,6 +348,13 @@ def _verdict(
         share = "Not all obey partial_rotary_factor: remove it where the model rotates whole heads"
         advice = next(filter(None, lines), share if apart[0].inv_freq == math.inf else "")
     return f"{first[0].upper()}{first[1:]}.{f' {advice}.' if advice else ''}"
+
+
+def _key_of_another_layout(config: Config) -> str:
+    """Return the key that states another layout than that of the model's code, or ""."""
+    is_interleaved = config.model.get("layout", "half") == "interleaved"
+    keys = (config.model.get("layout_key", LAYOUT_MARK), LAYOUT_MARK)
+    return next((key for key in keys if config.data.get(key) is (not is_interleaved)), "")
 
 
 def _words(each: Difference, reading: Reading) -> str:
