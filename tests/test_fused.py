@@ -525,6 +525,10 @@ REFUSED = {
         lambda f: f(norm=Norm(None, torch.ones(DIM), EPS)),
         TypeError, "norm weights must be NumPy arrays like q, got a torch.Tensor",
     ),
+    "a list for a cache": (
+        lambda f: f(cache=KVCache([[1.0] * DIM], None, SLOTS)),
+        TypeError, "caches must be NumPy arrays like q, got a list",
+    ),
     "a cache of torch": (
         lambda f: f(cache=KVCache(torch.ones(16, 2, DIM), None, SLOTS)),
         TypeError, "caches must be NumPy arrays like q, got a torch.Tensor",

@@ -68,9 +68,9 @@ def fused(
     def store(k: Array, v: Array | None, cache: Cache, fitted: Fit) -> None:
         updates.extend(into_cache(k, v, cache, fitted))
 
-    if v is not None and not is_changed:  # it is returned as it is; twice, so that none may be it
-        places = [[(address(x), block(x)) for x in group] for group in ((v, v), out or ())]
-        check_overlap(*places)
+    if v is not None and not is_changed and out is not None:
+        # v is returned as it is, so no output may be it: at two indices, neither is that of its own
+        check_overlap(*[[(address(x), block(x)) for x in group] for group in ((v, v), out)])
     results = finished(LIBRARY, of_v, turned, name_of(q.dtype), fitted, stages, store)
     if out is not None:
         updates += into_outputs(results, out)

@@ -158,16 +158,21 @@ def check_arrays(
 
     >>> check_arrays("NumPy arrays", lambda x: False, Stages(), None)
     """
-    norm, cache = stages.norm, stages.cache
+    norm, caches = stages.norm, arrays_of(stages.cache)
     weights = () if norm is None else (norm.q, norm.k, norm.v)
-    caches = arrays_of(cache)
-    groups = {"norm weights": weights, "caches": caches, "out": out or ()}
-    for name, arrays in (groups | {"scales to be written": written_to(cache)}).items():
-        for array in arrays:
-            if not (array is None or takes(array)):
-                raise TypeError(f"{name} must be {library} like q, got a {_kind_of(array)}")
+    for name, arrays in (("norm weights", weights), ("caches", caches), ("out", out or ())):
+        _check_library(name, arrays, library, takes)
+    _check_library("scales to be written", written_to(stages.cache), library, takes)
     for array in caches:
         dtype_name(array.dtype)
+
+
+def _check_library(
+    name: str, arrays: Sequence[object], library: str, takes: Callable[[object], bool]
+) -> None:
+    for array in arrays:
+        if not (array is None or takes(array)):
+            raise TypeError(f"{name} must be {library} like q, got a {_kind_of(array)}")
 
 
 def _kind_of(value: object) -> str:
@@ -196,11 +201,8 @@ def check_scales(
             )
         else:
             of_cache.append((name, scale))
-    used = [
-        (f"scale of {name}", scale)
-        for name, x, scale in zip("qkv", xs, stages.scales, strict=True)
-        if x is not None
-    ]
+    of_each = zip("qkv", xs, stages.scales, strict=True)
+    used = [(f"scale of {name}", scale) for name, x, scale in of_each if x is not None]
     for name, scale in used + of_cache:
         if scale is None:
             raise TypeError(f"{name} is None: leave it out, or pass 1.0, if nothing is scaled")

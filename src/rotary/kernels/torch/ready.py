@@ -90,17 +90,18 @@ def run(
     try:
         if is_past_guards():
             return None
-        for operand in operands:  # in less time than any other way
-            if operand.is_nested:
+        for operand in operands:  # faster than `map`
+            if operand.is_nested is not False:  # of a proxy of torch.fx it is another proxy
                 return None
         key = caller_options, len(xs), len(tables), not_in_place, xs[0].numel()
-        for check, mode, kept in recent.get(key, ()):
-            if check(*operands) and (mode is None or mode.is_on() is mode.wanted):
-                results = kept(xs, tables, out)
-                if results is not None:
-                    return results
-    except (AttributeError, TypeError):  # an operand is not a tensor
+        codes = recent.get(key, ())
+    except (AttributeError, TypeError):  # an operand is no tensor, or an option has no hash
         return None
+    for check, mode, kept in codes:
+        if check(*operands) and (mode is None or mode.is_on() is mode.wanted):
+            results = kept(xs, tables, out)
+            if results is not None:
+                return results
     if is_watched():
         return None
     code = make(kind_of(*caller_options), xs, tables, out)
