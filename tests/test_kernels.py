@@ -760,7 +760,7 @@ def test_q_and_k_in_any_two_orders_of_memory(is_in_place, threads, monkeypatch):
     monkeypatch.setattr(pool, "count", lambda: threads)
     monkeypatch.setattr(jobs, "_TILES", 1)
     rng = np.random.default_rng(0)
-    for _ in range(500):
+    for _ in range(800):
         jobs.call_of.cache_clear()
         cpu._ready_call.cache_clear()
         least, most = sorted(rng.choice([1, 2, 3, 4, 6], 2))  # rows of the tables in a tile
@@ -768,7 +768,7 @@ def test_q_and_k_in_any_two_orders_of_memory(is_in_place, threads, monkeypatch):
         monkeypatch.setattr(jobs, "MOST_TILE_BYTES", 2 * 4 * 4 * most)
         batch, seq = rng.choice([1, 2, 3, 5]), rng.choice([1, 2, 3, 5, 7, 12])
         xs = []
-        for heads in rng.choice([1, 2, 3, 5, 19], 2):
+        for heads in rng.choice([1, 2, 3, 19], 2):
             order = rng.permutation(3)
             memory = rng.standard_normal((*np.array([batch, heads, seq])[order], 8), np.float32)
             xs.append(memory.transpose(*np.argsort(order), 3))

@@ -4,7 +4,6 @@ What depends on shapes, strides and types is computed once; each call then only 
 NumPy arrays and torch tensors use the same code, and nothing is wrapped or copied.
 """
 
-import itertools
 import math
 import sysconfig
 from array import array
@@ -180,7 +179,7 @@ def call_of(
     def job_of(steps: Sequence[Array], size: int, reach: Array | int) -> Job:
         form = np.zeros((), loops.FORM)
         form["k"]["tile"] = 1
-        form["share_rows"] = len(steps) == 2 and _table_walk(steps[0]) == _table_walk(steps[1])
+        form["share_rows"] = len(steps) == 2 and _can_share_rows(*steps)
         for name, each in zip(("q", "k"), steps, strict=False):
             form[name] = each
         form["pairs"], form["sign"] = geometry.pairs, -1 if geometry.conjugate else 1
@@ -309,22 +308,20 @@ def walk(
     # larger if all rows share one table row
     steps["tile"] = max(least, min(most, share)) if table_step else 4 * least
     tiles = -(-int(steps["size_2"]) // int(steps["tile"]))
-    outer, sizes = _outer_axes(steps), [int(steps[f"size_{axis}"]) for axis in range(2)]
+    outer = 2 if steps["table_1"] else 1 if steps["table_0"] else 0  # axes along the table
+    sizes = [int(steps[f"size_{axis}"]) for axis in range(2)]
     steps["groups"], steps["members"] = tiles * math.prod(sizes[:outer]), math.prod(sizes[outer:])
     return offsets, steps
 
 
-def _outer_axes(steps: Array) -> int:
-    """Return how many of the first two axes of loops.STEPS lead to other rows of the table."""
-    return 2 if steps["table_1"] else 1 if steps["table_0"] else 0
+def _can_share_rows(q: Array, k: Array) -> bool:
+    """Return whether q and k, both loops.STEPS, can be walked together, group by group.
 
-
-def _table_walk(steps: Array) -> tuple[int, ...]:
-    """Return all that decides which rows of the table each group of loops.STEPS uses."""
-    outer = [(f"size_{axis}", f"table_{axis}") for axis in range(_outer_axes(steps))]
-    names = ["groups", "table_2", *itertools.chain(*outer)]
-    names += ["size_2", "tile"] if steps["table_2"] else []
-    return tuple([int(steps[name]) for name in names])
+    Then a group has as many rows of the table in both. If they begin elsewhere, which no usual
+    memory order leads to, the loop reads them again.
+    """
+    along_rows = ("size_2", "tile") if q["table_2"] else ()
+    return all([q[name] == k[name] for name in ("groups", "table_2", *along_rows)])
 
 
 def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

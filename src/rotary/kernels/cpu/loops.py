@@ -59,11 +59,12 @@ STEPS = whole_numbers(
     *("tile", "groups", "members"),
 )
 # What calls of one form share. `angles` is the address of a record ANGLES if there are no tables,
-# `rotation` that of the code for the dtype. q and k may `share_rows`: each group of q uses the same
-# rows of the table as that of k. A job that `is_long` releases the GIL. `aligned_mode` is the mode
-# for outputs that begin on cache lines. A job on all threads of OpenMP has the addresses of its
-# `loop`, of GOMP_parallel and of the function that numbers threads, and the parts for each thread.
-# `reach` is where q, k, cos, sin, rows, q_out and k_out begin and end, counted from their addresses
+# `rotation` that of the code for the dtype. q and k that `share_rows` are walked together, a group
+# of q and then that of k, and rows of the table that both use are read once. A job that `is_long`
+# releases the GIL. `aligned_mode` is the mode for outputs that begin on cache lines. A job on all
+# threads of OpenMP has the addresses of its `loop`, of GOMP_parallel and of the function that
+# numbers threads, and the parts for each thread. `reach` is where q, k, cos, sin, rows, q_out and
+# k_out begin and end, counted from their addresses
 FORM = np.dtype(
     [("q", STEPS), ("k", STEPS)]
     + [(name, np.int64) for name in ("pairs", "sign", "row_count", "row_limit")]
