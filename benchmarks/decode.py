@@ -2,9 +2,10 @@
 
 Two tables, each case in turn: after a matrix product of a model's width, as a model meets the call;
 and a loop of calls in a row, where everything is in a cache. Then each bar with what was measured.
-Writes benchmarks/results/DATE-decode.md and .json. `--table` prints the table of the README from
-the newest of these. The operators of vLLM and onnxruntime are timed where they can be imported:
-`make peers` makes an environment with vLLM's, whose Python runs this file with PYTHONPATH=src.
+Writes benchmarks/results/DATE-decode.md and .json. `--table` prints the table of docs/numbers.md
+from the newest of these. The operators of vLLM and onnxruntime are timed where they can be
+imported: `make peers` makes an environment with vLLM's, whose Python runs this file with
+PYTHONPATH=src.
 """
 
 import datetime
@@ -74,14 +75,14 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument(
         "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
-        help="print the table of the README; default: of the newest results",
+        help="print the table of docs/numbers.md; default: of the newest results",
     )  # fmt: skip
     parser.set_defaults(sizes=FULL)
     given = command.parsed(parser, {"sizes": QUICK}, command.RESULTS)
     if given.table is not None:
         path = given.table
         newest = max(path.glob("????-??-??-decode.json")) if path.is_dir() else path
-        print(readme_table(json.loads(newest.read_text())))
+        print(short_table(json.loads(newest.read_text())))
         return
     torch.manual_seed(0)
     command.gate(errors(), "complex numbers in float64")
@@ -346,7 +347,7 @@ head_dim 128, one token for each row of the batch; medians of one run, in micros
 """
 
 
-SHOWN = {  # case -> what the README calls it
+SHOWN = {  # case -> what docs/numbers.md calls it
     "rotate": "`rotate`, new outputs",
     "rotate positions=, in place": "`rotate(positions=)`, in place",
     "apply positions=": "`apply(positions=)`, new outputs",
@@ -356,8 +357,8 @@ SHOWN = {  # case -> what the README calls it
 }
 
 
-def readme_table(report: dict[str, Any]) -> str:
-    """The table of the README: one token of Llama 3 8B in bfloat16 over transformers' time."""
+def short_table(report: dict[str, Any]) -> str:
+    """The table of docs/numbers.md: one token of Llama 3 8B in bfloat16 over transformers' time."""
     names = [f"bfloat16, q 32, k 8, batch {batch}" for batch in (1, 16)]
     groups = [report[place][name] for place in ("after a product", "loop") for name in names]
     heads = [f"{place}, batch {batch}"

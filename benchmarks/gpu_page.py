@@ -162,7 +162,7 @@ STEPS = "norm + rotate + cache", "steps, compiled", "steps"
 
 
 def short_tables(rows: Rows) -> Iterator[str]:
-    """Microseconds of a few lines, the worse pass of each; the README shows them."""
+    """Microseconds of a few lines, the worse pass of each; docs/numbers.md shows them."""
 
     def most(line: str, names: Iterable[str], field: str = "us") -> str:
         found = [max(us) for name in names if (us := _field(rows, line, name, field))]

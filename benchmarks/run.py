@@ -2,8 +2,8 @@
 
 The gate first; then every case side by side, medians and ratios; last, each bar the project set
 itself with what was measured. Writes benchmarks/results/DATE.md and .json. `--table` prints the
-numbers of the README from the newest of these and measures nothing. `--quick` leaves out what is
-compiled, by torch or by Numba into an empty cache.
+tables of docs/numbers.md from the newest of these and measures nothing. `--quick` leaves out what
+is compiled, by torch or by Numba into an empty cache.
 """
 
 import datetime
@@ -59,12 +59,12 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument(
         "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
-        help="print the tables of the README; default: of the newest results",
+        help="print the tables of docs/numbers.md; default: of the newest results",
     )  # fmt: skip
     parser.set_defaults(plan=FULL)
     given = command.parsed(parser, {"plan": QUICK}, command.RESULTS)
     if given.table is not None:
-        print(readme_tables(json.loads(newest(given.table).read_text())))
+        print(short_tables(json.loads(newest(given.table).read_text())))
         return
     torch.manual_seed(0)
     verify.gate(given.plan.compiled)
@@ -307,7 +307,7 @@ def _group_of(peer: str, dtype: str, plan: Plan) -> str:
     return f"{dtype} {layout} seq {plan.seq}"
 
 
-# --- the page, and the tables of the README ---
+# --- the page, and the tables of docs/numbers.md ---
 
 
 def as_markdown(report: dict[str, Any]) -> str:
@@ -334,8 +334,8 @@ Llama-3-8B shape: q 32 heads, k 8 heads, head_dim 128, one sequence; medians of 
 """
 
 
-def readme_tables(report: dict[str, Any]) -> str:
-    """The numbers of the README: times over that of a copy of the same bytes, then times."""
+def short_tables(report: dict[str, Any]) -> str:
+    """The tables of docs/numbers.md: times over that of a copy of the same bytes, then times."""
     rows = report["milliseconds"]
 
     def over_copy(label: str, layout: str, case: str) -> list[str]:

@@ -56,9 +56,10 @@ def test_commands_are_found_with_their_options():
     ]
 
 
-def test_the_commands_of_the_readme_and_of_make_are_among_them():
+def test_the_commands_of_the_main_pages_and_of_make_are_among_them():
     assert ("benchmarks.run", ()) in ALL[ROOT / "Makefile"]
-    assert {program for program, _ in ALL[ROOT / "README.md"]} >= {
+    found = [*ALL[ROOT / "README.md"], *ALL[ROOT / "docs" / "numbers.md"]]
+    assert {program for program, _ in found} >= {
         *("benchmarks.run", "benchmarks.patch", "tools/make_pictures.py"),
         "experiments.e6_shift.run",
     }
