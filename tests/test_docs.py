@@ -187,10 +187,18 @@ def test_the_index_lists_every_page():
     """In its table and in the list that makes the menu."""
     text = (DOCS / "index.md").read_text(encoding="utf-8")
     menu = re.findall(r"^[\w/]+$", text, re.MULTILINE)
-    paths = [*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md"), DOCS / "experiments" / "index.md"]
+    paths = [*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md")]
+    paths += [DOCS / folder / "index.md" for folder in ("experiments", "use_in")]
     for page in {str(path.relative_to(DOCS).with_suffix("")) for path in paths} - {"index"}:
         assert f"]({page}.md)" in text
         assert page in menu
+
+
+def test_the_index_of_programs_lists_every_page_of_them():
+    text = (DOCS / "use_in" / "index.md").read_text(encoding="utf-8")
+    menu = re.findall(r"^[\w/]+$", text, re.MULTILINE)
+    pages = {path.stem for path in DOCS.glob("use_in/*.md")} - {"index"}
+    assert {*menu} == pages == {*re.findall(r"\]\((\w+)\.md\)", text)}
 
 
 def test_every_experiment_has_a_page():
@@ -223,7 +231,9 @@ THEIR_OPTIONS = {"--enforce-eager", "--override", "--debug", "--rl-on-policy-tar
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("use_in/*.md")],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_every_option_of_a_command_exists(path):
     """An option in code, alone or after `rotary`, is one of a command of ours, or of a program."""
@@ -231,7 +241,7 @@ def test_every_option_of_a_command_exists(path):
     named = re.findall(r"`(--[a-z-]+)", text)
     for line in re.findall(r"(?:^\$ |`)rotary ([a-z][^`\n#]*)", text, re.MULTILINE):
         named += re.findall(r"(--[a-z-]+)", line)
-    others = THEIR_OPTIONS if path.name == "use_in.md" else set()
+    others = THEIR_OPTIONS if path.parent.name == "use_in" else set()
     assert {*named} - OPTIONS - others == set()
 
 
@@ -328,7 +338,7 @@ NARROW = """() => [...document.querySelectorAll("article td:has(code)")]
 def test_no_line_of_code_is_cut_on_a_desk_or_on_a_phone(built, tab):
     """The pages with the longest lines, at 1280 and at 390 pixels."""
     names = ["guide", "identify", "tutorials/gpt", "tutorials/extend", "api/core", "commands"]
-    names += ["use_in"]  # and the table with the longest code
+    names += ["use_in/index", "use_in/vllm"]  # and the table with the longest code
     for name in names:
         tab.goto((built[0] / f"{name}.html").as_uri())
         for width in (1280, 390):

@@ -268,7 +268,7 @@ def test_every_function_of_transformers(package):
     """Bit for bit in float32, and no model needs another layer than the page says."""
     q, k, angles = operands()
     functions = dict(functions_of_transformers())
-    assert len(functions) == 122  # as docs/use_in.md counts them
+    assert len(functions) == 122  # as docs/use_in/hub_kernels.md counts them
     assert OTHER_LAYERS.keys() - functions.keys() <= {"nanochat"}
     for model, function in functions.items():
         name = OTHER_LAYERS.get(model, "apply_rotary_transformers")
