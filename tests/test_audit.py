@@ -132,9 +132,9 @@ def test_frequencies_that_cannot_be_compared_are_no_fault():
     module = torch.nn.ModuleList(
         [code.VoxtralRealtimeRotaryEmbedding(config.VoxtralRealtimeEncoderConfig())]
     )
-    (remark,) = audit(module)
-    assert remark.found.startswith("32 frequencies, not compared: model_type 'voxtral_realtime_")
-    assert (remark.advice, remark.is_fault) == ("", False)
+    (finding,) = audit(module)
+    assert finding.found.startswith("32 frequencies, not compared: model_type 'voxtral_realtime_")
+    assert (finding.advice, finding.is_fault) == ("", False)
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -283,9 +283,9 @@ def test_a_longrope_without_a_factor_is_not_told_to_raise_it():
 )
 def test_a_schedule_without_the_length_of_the_training(rope):
     data = {"model_type": "llama", "rope_scaling": rope, "max_position_embeddings": 8192}
-    (remark,) = [each for each in audit(data) if "original" in each.found]
-    assert f"{rope['rope_type']} takes max_position_embeddings 8,192" in remark.found
-    assert remark.is_hint
+    (finding,) = [each for each in audit(data) if "original" in each.found]
+    assert f"{rope['rope_type']} takes max_position_embeddings 8,192" in finding.found
+    assert finding.is_hint
     rope["original_max_position_embeddings"] = 2048
     assert not any("original" in each.found for each in audit(data))
 

@@ -188,8 +188,8 @@ def test_audit_of_a_loaded_model_says_it_until_it_is_patched(tmp_path):
     saved("llama", tmp_path / "a")
     moved(tmp_path / "a", tmp_path / "b")
     model = loaded(tmp_path / "b")
-    (remark,) = faults(model)
-    assert "rotary.patch(model)" in remark.advice
+    (finding,) = faults(model)
+    assert "rotary.patch(model)" in finding.advice
     with rotary.patch(model):
         assert faults(model) == []
     assert faults(loaded(tmp_path / "a")) == []
@@ -199,18 +199,18 @@ def test_a_folder_whose_config_lost_the_mark_is_known_by_its_manifest(main, tmp_
     saved("gptj", tmp_path / "a", **GPTJ)
     moved(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b" / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
-    (remark,) = faults(tmp_path / "b")
-    assert MANIFEST in remark.found
-    assert "half" in remark.found
-    assert "rope_traditional" in remark.advice
+    (finding,) = faults(tmp_path / "b")
+    assert MANIFEST in finding.found
+    assert "half" in finding.found
+    assert "rope_traditional" in finding.advice
     assert main("doctor", str(tmp_path / "b")).code == 1
 
 
 def test_an_unfinished_conversion_is_a_fault(tmp_path):
     saved("llama", tmp_path / "a")
     (tmp_path / "a" / "rotary-conversion.unfinished").write_text("{}\n")
-    (remark,) = faults(tmp_path / "a")
-    assert "unfinished conversion" in remark.advice
+    (finding,) = faults(tmp_path / "a")
+    assert "unfinished conversion" in finding.advice
 
 
 def trained_like(folder, family, layout, **values):
@@ -245,17 +245,17 @@ def test_weights_in_another_layout_than_the_config_means_are_seen(main, tmp_path
     assert faults(right) == faults(loaded(right)) == []
     wrong = trained_like(tmp_path / "wrong", family, OTHER[code], **values)
     for subject in (wrong, wrong / "config.json", loaded(wrong)):
-        (remark,) = faults(subject)
-        assert f"look {OTHER[code]}" in remark.found
-        assert code in remark.found
-        assert f'"rope_traditional": {json.dumps(code == "half")}' in remark.advice
+        (finding,) = faults(subject)
+        assert f"look {OTHER[code]}" in finding.found
+        assert code in finding.found
+        assert f'"rope_traditional": {json.dumps(code == "half")}' in finding.advice
     assert main("doctor", str(wrong)).code == 1
     with pytest.warns(UserWarning, match=f"look {OTHER[code]}"), rotary.patch(loaded(wrong)):
         pass
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(with_layout(config, OTHER[code])))
-    (remark,) = faults(wrong)  # the mark is right now, and transformers still ignores it
-    assert "look" not in remark.found
+    (finding,) = faults(wrong)  # the mark is right now, and transformers still ignores it
+    assert "look" not in finding.found
 
 
 def test_weights_that_show_no_layout_are_no_fault(tmp_path):

@@ -89,7 +89,7 @@ def test_layers_of_a_type_without_rotation_are_none(monkeypatch, family, keys, c
     if data["sliding_window"] is not None:  # the class has a window where the file says none
         silent = {key: value for key, value in data.items() if key != "sliding_window"}
         assert [from_hf_config(silent, kind) for kind in data["layer_types"]] == specs
-    found = " ".join(remark.found for remark in audit(data))
+    found = " ".join(finding.found for finding in audit(data))
     assert ("1 of 3 layers take no rotation: type full_attention" in found) == (count == 2)
 
 
@@ -115,7 +115,7 @@ def test_types_that_the_class_makes_of_another_key_are_known(family, keys):
     assert choose(data).data["layer_types"] == made["layer_types"]
     listed = {**data, "layer_types": made["layer_types"]}
     assert audit(data) == audit(listed)
-    assert any("of 11 layers take no rotation" in remark.found for remark in audit(data))
+    assert any("of 11 layers take no rotation" in finding.found for finding in audit(data))
     for kind in set(made["layer_types"]):
         assert from_hf_config(data, kind) == from_hf_config(listed, kind)
 
@@ -148,7 +148,7 @@ def test_a_pattern_that_is_no_count_is_refused(value):
 )
 def test_a_key_of_layers_that_is_no_count_is_an_error_about_it(family, key, value):
     data = {"model_type": family, "layer_types": ["full_attention"] * 4, key: value}
-    (found,) = [remark for remark in audit(data) if remark.is_fault]
+    (found,) = [finding for finding in audit(data) if finding.is_fault]
     assert found.found == "cannot be read"
     assert found.advice.startswith(f"{key} must be")
 
@@ -178,8 +178,8 @@ def test_layers_of_llama_4_without_rotation_are_none():
 
 
 def test_layers_without_rotation_are_counted_where_no_list_says_which():
-    (found,) = [remark.found for remark in audit({"model_type": "smollm3", "num_hidden_layers": 36})
-                if "take no rotation" in remark.found]  # fmt: skip
+    (found,) = [finding.found for finding in audit({"model_type": "smollm3", "num_hidden_layers": 36})
+                if "take no rotation" in finding.found]  # fmt: skip
     assert found == "9 of 36 layers take no rotation: every fourth"
     reading = from_hf_config({"model_type": "smollm3", "layer_types": ["full_attention"] * 4},
                              "full_attention")  # fmt: skip

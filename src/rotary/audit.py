@@ -37,7 +37,7 @@ _UNREAD = (
 )
 
 
-class Remark(NamedTuple):
+class Finding(NamedTuple):
     """One line of the report.
 
     where    the part, the layer type or the buffer that the line is about
@@ -57,7 +57,7 @@ class Remark(NamedTuple):
         return bool(self.advice) and not self.is_hint
 
 
-def audit(subject: object) -> list[Remark]:
+def audit(subject: object) -> list[Finding]:
     """Look for faults of RoPE in a config (path, folder, dict) or in a loaded torch model.
 
     In a config it finds keys that transformers does not read or that the model's code ignores, a
@@ -83,26 +83,26 @@ or move them back by rotary convert'
             return buffers
         from .integrations.methods import is_patched  # needs torch, which a config does not
 
-        layout = _layout_remarks(config, seen_in_model(subject), is_patched(subject))
+        layout = _layout_findings(config, seen_in_model(subject), is_patched(subject))
         stated = subject if is_of_diffusers(subject) else config
         return [*_configs(stated), *buffers, *layout]
     return [*_configs(subject), *_layout_of_files(subject)]
 
 
-def _configs(subject: object) -> list[Remark]:
-    remarks: list[Remark] = []
+def _configs(subject: object) -> list[Finding]:
+    findings: list[Finding] = []
     found = () if is_of_diffusers(subject) else parts(subject)
     for part in found or (None,):
         try:
-            remarks += _config(subject, part)
+            findings += _config(subject, part)
         except NoRopeError:
-            remarks.append(_rope(part or "config", None))
+            findings.append(_rope(part or "config", None))
         except ValueError as error:
-            remarks.append(Remark(part or "config", "cannot be read", str(error)))
-    return remarks
+            findings.append(Finding(part or "config", "cannot be read", str(error)))
+    return findings
 
 
-def _config(subject: object, part: str | None) -> Iterator[Remark]:
+def _config(subject: object, part: str | None) -> Iterator[Finding]:
     if is_of_diffusers(subject):
         yield _rope("config", from_diffusers_config(subject))
         return
@@ -113,14 +113,14 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
             warnings.simplefilter("always")
             spec = rotary_of(config, complaints.append)
         for complaint in complaints:
-            yield Remark(where, complaint, _UNREAD)
+            yield Finding(where, complaint, _UNREAD)
         for each in caught:  # a factor below 1
-            yield Remark(where, str(each.message), "it is read as it is written", is_hint=True)
+            yield Finding(where, str(each.message), "it is read as it is written", is_hint=True)
         yield _rope(where, spec)
         if spec is None:
             continue
         if spec.schedule in _STRETCHED and config.written_trained is None:
-            yield Remark(
+            yield Finding(
                 where,
                 f"no original_max_position_embeddings: {spec.schedule} takes "
                 f"max_position_embeddings {config.context:,} for the trained length",
@@ -129,28 +129,28 @@ def _config(subject: object, part: str | None) -> Iterator[Remark]:
             )
         yield from _lengths(where, spec, config.get("max_position_embeddings"))
         if config.layers_at_rest:
-            yield Remark(where, config.layers_at_rest)
+            yield Finding(where, config.layers_at_rest)
 
 
-def _rope(where: str, spec: Rotary | None) -> Remark:
+def _rope(where: str, spec: Rotary | None) -> Finding:
     if spec is None:
-        return Remark(where, "no rotation")
+        return Finding(where, "no rotation")
     factor = inv_freq(spec)[1]
     share = f", {spec.rotary_dim} of {spec.head_dim} channels from {spec.start}"
-    return Remark(
+    return Finding(
         where,
         f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
         f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
     )
 
 
-def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
+def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Finding]:
     trained = spec.params.get("original_max_position_embeddings")
     factor = spec.params.get("factor")  # longrope may have none: its lists say how far it reaches
     # llama3 is not among them: its models were trained on more than this
     is_stretch = spec.schedule in ("linear", "yarn", "longrope")
     if context and trained and factor and is_stretch and context > 1.001 * trained * factor:
-        yield Remark(
+        yield Finding(
             where,
             f"max_position_embeddings {context:,} is more than {trained:,} trained times "
             f"{factor:g}",
@@ -159,7 +159,7 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
         )
     safe = longest_safe_position(spec, _TOLERANCE)
     if context and context > safe + 1:
-        yield Remark(
+        yield Finding(
             where,
             f"float32 angles may be off by more than {_TOLERANCE:g} rad beyond position {safe:,}",
             "compute angles exactly: rotary.apply, or rotary.patch(model, exact=True)",
@@ -167,13 +167,13 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Remark]:
         )
 
 
-def _buffers(model: Any) -> Iterator[Remark]:
-    """Yield one remark for each buffer of frequencies in the modules of a model."""
+def _buffers(model: Any) -> Iterator[Finding]:
+    """Yield one finding for each buffer of frequencies in the modules of a model."""
     for where, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
                 path = f"{where}.{name}" if where else name
-                yield Remark(path, *_buffer_state(module, name, buffer))
+                yield Finding(path, *_buffer_state(module, name, buffer))
 
 
 def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
@@ -246,22 +246,22 @@ def _frequencies_in_use(spec: Rotary, module: Any, prefix: str) -> Iterator[Numb
 # --- the layout of the weights ---
 
 
-def _layout_of_files(subject: object) -> Iterator[Remark]:
+def _layout_of_files(subject: object) -> Iterator[Finding]:
     """Compare the layout that a config states with that of the weights in its folder."""
     folder = Path(subject) if isinstance(subject, str | Path) else None
     if folder is not None and not folder.is_dir():
         folder = folder.parent if folder.name == CONFIG else None
     if folder is None or not any(folder.glob("*.safetensors")):
-        yield from _layout_remarks(subject, None)
+        yield from _layout_findings(subject, None)
         return
     try:
         manifest = read_manifest(folder) or {}
     except ValueError as error:
-        yield Remark("weights", "not whole", str(error))
+        yield Finding("weights", "not whole", str(error))
         return
     written = manifest.get("to")
     if written in LAYOUTS:
-        yield from _layout_remarks(subject, Seen(written, f"{written} by {MANIFEST}"))
+        yield from _layout_findings(subject, Seen(written, f"{written} by {MANIFEST}"))
         return
     seen = None
     try:
@@ -269,25 +269,25 @@ def _layout_of_files(subject: object) -> Iterator[Remark]:
             warnings.simplefilter("ignore")  # an index with another total size
             seen = seen_in_folder(folder, subject)
     except ValueError as error:
-        yield Remark("weights", f"layout not measured: {error}")
-    yield from _layout_remarks(subject, seen)
+        yield Finding("weights", f"layout not measured: {error}")
+    yield from _layout_findings(subject, seen)
 
 
-def _layout_remarks(
+def _layout_findings(
     config: object, seen: Seen | None, is_patched: bool = False
-) -> Iterator[Remark]:
+) -> Iterator[Finding]:
     """Compare the layout that the config states with those of the weights and of the code."""
     if fault := disagreement(config, seen):
-        yield Remark("weights", *fault)
+        yield Finding("weights", *fault)
         return
     if seen is not None:
-        yield Remark("weights", f"{seen.text}, as the config means")
+        yield Finding("weights", f"{seen.text}, as the config means")
     try:
         unread = unread_layout(config)
     except ValueError:  # `_configs` reports it
         return
     if unread is not None and not is_patched:
-        yield Remark(
+        yield Finding(
             "weights",
             f"{unread.weights} by {LAYOUT_MARK}; {unread.model} of transformers rotates "
             f"{unread.code}",
