@@ -208,10 +208,10 @@ def test_models_and_configs_of_diffusers():
     class WanTransformer3DModel(torch.nn.Module):
         config = {"attention_head_dim": 64}  # noqa: RUF012
 
-    said = "axial, base 10000, interleaved, amplitude 1"
+    said = "axial, base 10000, interleaved, attention factor 1"
     assert audit(WanTransformer3DModel()) == [("config", said, "", False)]
     (found,) = audit({"_class_name": "Flux2Transformer2DModel"})
-    assert found.found == "axial, base 2000, interleaved, amplitude 1"
+    assert found.found == "axial, base 2000, interleaved, attention factor 1"
     (found,) = audit({"_class_name": "CogVideoXTransformer3DModel"})
     assert (found.found, found.is_fault) == ("no rotation", False)
     (found,) = audit({"_class_name": "WanTransformer3DModel", "attention_head_dim": 4})

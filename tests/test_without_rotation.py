@@ -178,8 +178,8 @@ def test_layers_of_llama_4_without_rotation_are_none():
 
 
 def test_layers_without_rotation_are_counted_where_no_list_says_which():
-    (found,) = [finding.found for finding in audit({"model_type": "smollm3", "num_hidden_layers": 36})
-                if "take no rotation" in finding.found]  # fmt: skip
+    config = {"model_type": "smollm3", "num_hidden_layers": 36}
+    (found,) = [each.found for each in audit(config) if "take no rotation" in each.found]
     assert found == "9 of 36 layers take no rotation: every fourth"
     reading = from_hf_config({"model_type": "smollm3", "layer_types": ["full_attention"] * 4},
                              "full_attention")  # fmt: skip

@@ -23,10 +23,10 @@ and not in transformers. For gptj, codegen and roformer `tests/test_parity.py` c
 functions.
 
 A model with several layer types has one line for each. "Channels" are the rotated channels of a
-head; "schedule" shows the factor after x; "amplitude" is the attention factor.
+head; "schedule" shows the factor after x.
 `python tools/make_model_table.py` writes this page.
 
-| model | layers | channels | layout | base | schedule | amplitude |
+| model | layers | channels | layout | base | schedule | attention factor |
 |---|---|---|---|---|---|---|
 """
 

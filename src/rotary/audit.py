@@ -140,7 +140,7 @@ def _rope(where: str, spec: Rotary | None) -> Finding:
     return Finding(
         where,
         f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
-        f"{share if spec.rotary_dim != spec.head_dim else ''}, amplitude {factor:.6g}",
+        f"{share if spec.rotary_dim != spec.head_dim else ''}, attention factor {factor:.6g}",
     )
 
 

@@ -69,12 +69,12 @@ def check_rotation(spec: Rotary, heads: tuple[int, int]) -> list[Check]:
     """
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, n, SEQ, spec.head_dim), np.float32) for n in heads)
-    rotated, amplitude = apply(spec, q, k), inv_freq(spec)[1]
+    rotated, factor = apply(spec, q, k), inv_freq(spec)[1]
     norm_error = 0.0
     for before, after in zip((q, k), rotated, strict=True):
         norms = [np.linalg.norm(x.astype(np.float64), axis=-1) for x in (before, after)]
-        norm_error = max(norm_error, float(np.abs(norms[1] / (amplitude * norms[0]) - 1).max()))
-    identity_error = float(np.abs(rotated[0][:, :, 0] / amplitude - q[:, :, 0]).max())
+        norm_error = max(norm_error, float(np.abs(norms[1] / (factor * norms[0]) - 1).max()))
+    identity_error = float(np.abs(rotated[0][:, :, 0] / factor - q[:, :, 0]).max())
     return [
         Check("position 0 changes nothing", identity_error, 1e-6),
         Check("the norm stays the same (relative)", norm_error, 1e-6),

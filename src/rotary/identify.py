@@ -45,7 +45,7 @@ class Identification(Answer):
     spec          the RoPE, or None if no `Rotary` describes it; findings are differences from it
     findings      what is unusual or wrong, (code, text) each; empty: a plain, exact RoPE
     is_rotation   every pair is rotated as a whole, and scores depend on the distance alone
-    amplitude     the number that multiplies cos and sin (attention factor)
+    amplitude     the attention factor, as measured: the number that multiplies cos and sin
     inv_freq      (pairs,) float64, rad per token, as measured; None if unknown or given by tables
     arithmetic    what the angles are computed in: "exact", "float32 angles", "bfloat16 positions"
     right_up_to   the position up to which angles are right to `right_to`: of those probed, or for
@@ -265,7 +265,7 @@ def _difference(q: Rotary | None, k: Rotary | None) -> str:
     one, two = q.to_dict(), k.to_dict()
     names = [name for name in one if one[name] != two[name] and name != "params"]
     shown = ", ".join(f"{name} {one[name]} and {two[name]}" for name in names)
-    return f": {shown or 'frequencies or amplitude'}"
+    return f": {shown or 'frequencies or attention factor'}"
 
 
 def _with_tables(boxes_of: Callable[[Array, str], Ways], width: int) -> Identification:

@@ -46,7 +46,7 @@ def recommend(
     reached = _reached(spec, trained, advertised)
     if context <= reached:
         kept = _recommendation(context, trained, spec, spec, nope_head_dim=nope_head_dim)
-        length = max(context, advertised or trained)  # LongRoPE's amplitude is from it
+        length = max(context, advertised or trained)  # LongRoPE's attention factor is from it
         return kept._replace(rope_parameters=rope_keys(spec, length))
     original = before_scaling(spec)
     if original.schedule == "custom":

@@ -26,7 +26,7 @@ REASONS = {  # programs without a file in rotary.programs, where they differ
     ("litgpt", "phi-3-mini-128k.json"): "it has no LongRoPE",
     ("litgpt", "phi-3.5-mini.json"): "it has no LongRoPE",
     ("litgpt", "phi-4-mini.json"): "it has no LongRoPE",
-    ("litgpt", "qwen2.5-7b-yarn.json"): "its YaRN ramp runs the other way; amplitude 1",
+    ("litgpt", "qwen2.5-7b-yarn.json"): "its YaRN ramp runs the other way; attention factor 1",
     ("torchtune", "phi-3-mini-128k.json"): "it has the Phi-3 of 4096 tokens alone",
 }
 
@@ -43,7 +43,7 @@ def apart(row, reading):
         said.append(f"frequencies by {percent(off)}")
     factor = row["attention_factor"] / reading.attention_factor
     if not np.isclose(factor, 1, rtol=RTOL, atol=0):
-        said.append(f"amplitude by {percent(abs(factor - 1))}")
+        said.append(f"attention factor by {percent(abs(factor - 1))}")
     return ", ".join(said)
 
 
@@ -137,10 +137,10 @@ TEXT = """\
 Each program was run on every file of `tests/configs`, in an environment of its own, and its
 rotation measured on unit vectors: `make peers` does it again. A row is one config, layer type and
 length. "As transformers" compares with what `from_hf_config` reads, "our file" with what
-`rotary diff` says of the program; frequencies and amplitudes count as equal within 1e-5, what
-float32 tables hold. "Not run" has the reason below. diffusers and timm read no such config: their
-classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`; megatron-core
-takes arguments, which `tests/test_megatron.py` holds against `from_megatron`.
+`rotary diff` says of the program; frequencies and attention factors count as equal within 1e-5,
+what float32 tables hold. "Not run" has the reason below. diffusers and timm read no such config:
+their classes, and the `Rotary` that equals each, stand in `tests/test_peers_grids.py`;
+megatron-core takes arguments, which `tests/test_megatron.py` holds against `from_megatron`.
 """
 
 FUSED_TEXT = """\

@@ -105,19 +105,19 @@ def retrieval(
     array([1. , 0.5, 0. ])
     """
     random, rivals = _generator(noise, seed), whole_number("rivals", rivals)
-    pairs, amplitude = spec.rotary_dim // 2, inv_freq(spec, seq_len)[1] ** 2
+    pairs, squared = spec.rotary_dim // 2, inv_freq(spec, seq_len)[1] ** 2
     count = whole_number("trials", trials, 1, min(MAX_DRAWS, MAX_SIZES // pairs))
     blocks = _angle_blocks(spec, distances, seq_len, axes, count)
 
     sizes = random.exponential(2.0, (count, pairs))  # |q_i|^2 of two standard normal channels
     rest = random.gamma(still_pairs(spec), 2.0, count)  # chi-squared, one degree per other channel
-    spread = np.sqrt(amplitude**2 * sizes.sum(axis=1) + rest)
+    spread = np.sqrt(squared**2 * sizes.sum(axis=1) + rest)
     # the best of N has the distribution Phi^N; its upper tail is 1 - u^(1/N)
     tail = -np.expm1(-random.exponential(size=count) / rivals)
     best = [-NormalDist().inv_cdf(share) for share in np.clip(tail, 1e-300, 1 - 1e-16)]
     needed = (np.array(best) - noise * random.standard_normal(count)) * spread - rest
     return np.concatenate(
-        [(amplitude * np.cos(angles) @ sizes.T > needed).mean(axis=1) for angles in blocks]
+        [(squared * np.cos(angles) @ sizes.T > needed).mean(axis=1) for angles in blocks]
     )
 
 

@@ -1,4 +1,4 @@
-"""Examines one function: its pairs, frequencies, amplitude, precision, and what is unusual."""
+"""Examines one function: pairs, frequencies, attention factor, precision, what is unusual."""
 
 import dataclasses
 import math

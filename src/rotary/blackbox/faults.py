@@ -1,4 +1,4 @@
-"""Formulas of published faults of frequencies and amplitudes, and the text for each.
+"""Formulas of published faults of frequencies and attention factors, and the text for each.
 
 A fault is only a finding if the numbers agree with its formula as exactly as they were measured.
 """
@@ -30,7 +30,7 @@ EXPONENTS: tuple[tuple[str, Callable[[int, int], float], str], ...] = (
     ),
 )  # fmt: skip
 
-# code, text, and a wrong amplitude of YaRN from the right one, g = 0.1 ln(factor) + 1
+# code, text, and a wrong attention factor of YaRN from the right one, g = 0.1 ln(factor) + 1
 AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
     (
         "no_attention_factor", lambda g: 1.0,
@@ -53,7 +53,7 @@ AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
 def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[Finding]:
     """Return findings about frequencies that published faults give."""
     findings, d = [], measured.rotary_dim
-    if explained.schedule == "custom":  # perhaps only because no schedule has this amplitude
+    if explained.schedule == "custom":  # perhaps only because none has this attention factor
         explained = fit(measured._replace(amplitude=1.0))
     name, base = explained.schedule, explained.base
     if name == "custom":

@@ -29,7 +29,7 @@ FLOAT32_RATIO = 3e-6
 
 
 class Measured(NamedTuple):
-    """Measured frequencies (pairs,) in rad per token, their possible errors, and the amplitude.
+    """Measured frequencies (pairs,) in rad per token, their possible errors, the attention factor.
 
     `is_float32` says that the frequencies may come from float32 formulas.
     """
@@ -57,7 +57,7 @@ Candidate = tuple[str, float, dict[str, JSON]]
 
 
 def fit(measured: Measured) -> Fit:
-    """Return the simplest schedule that gives the measured frequencies and amplitude.
+    """Return the simplest schedule that gives the measured frequencies and attention factor.
 
     >>> fit(Measured(np.array([1.0, 0.01]), np.full(2, 1e-9), 4))[:2]
     ('default', 10000.0)
@@ -72,7 +72,7 @@ def fit(measured: Measured) -> Fit:
     if abs(measured.amplitude - 1) <= measured.amplitude_noise:
         params = {"inv_freq": measured.inv_freq.tolist()}
         return Fit("custom", 10_000.0, params, measured.inv_freq)
-    plain = fit(measured._replace(amplitude=1.0))  # no schedule has this amplitude
+    plain = fit(measured._replace(amplitude=1.0))  # no schedule has this attention factor
     params = {"inv_freq": plain.inv_freq.tolist(), "attention_factor": measured.amplitude}
     return plain._replace(schedule="custom", base=10_000.0, params=params)
 

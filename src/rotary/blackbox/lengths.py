@@ -93,9 +93,7 @@ def with_length(
     if explains(lambda length: ladder.inv_freq):
         if amplitude and max(abs(size / amplitude - 1) for size in sizes) > 1e-3:
             text = f"long rows are times {sizes[0]:.6g}, short ones times {amplitude:.6g}, and "
-            text += (
-                "frequencies do not change (Phi-3.5-MoE in transformers: the long amplitude only)"
-            )
+            text += "frequencies do not change (Phi-3.5-MoE in transformers: the long factor only)"
             return ladder, Finding("amplitude_depends_on_length", text)
         return None
     slow = int(np.argmin(ladder.inv_freq))

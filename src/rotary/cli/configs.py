@@ -321,12 +321,13 @@ def diff(
     rows = []
     for each in result.readings:
         gap = differences.get(each.framework)
-        amplitude = "" if each.attention_factor is None else f"{each.attention_factor:.6g}"
+        factor = "" if each.attention_factor is None else f"{each.attention_factor:.6g}"
         off_by = "" if gap is None else f"{gap.inv_freq:.2g}"
         if gap is not None and not gap.agrees and len(result.lengths) > 1:
             off_by += f" at {gap.seq_len:,}"
         last = each.refuses or each.not_compared or each.switch
-        rows.append((f"{each.framework} {each.version}", each.schedule, amplitude, off_by, last))
-    header = ("", "schedule", "amplitude", "off by", "changes with the length, or why refused")
+        rows.append((f"{each.framework} {each.version}", each.schedule, factor, off_by, last))
+    last = "changes with the length, or why refused"
+    header = ("", "schedule", "attention factor", "off by", last)
     print_table(config, rows, header)
     print_text(result.verdict)

@@ -61,16 +61,16 @@ STANDS_STILL = 1e30  # the divisor that is written for a pair that is not rotate
 class _GgmlParameters(NamedTuple):
     """The parameters of ggml's RoPE, for one layer type.
 
-    factor     1 / freq_scale
-    is_yarn    whether ext_factor is 1: YaRN; 0 gives the plain or interpolated frequencies
-    amplitude  multiplies cos and sin
-    betas      turns at which YaRN's ramp ends
+    factor            1 / freq_scale
+    is_yarn           whether ext_factor is 1: YaRN; 0 gives the plain or interpolated frequencies
+    attention_factor  multiplies cos and sin
+    betas             turns at which YaRN's ramp ends
     """
 
     base: float
     factor: float = 1.0
     is_yarn: bool = False
-    amplitude: float = 1.0
+    attention_factor: float = 1.0
     betas: tuple[float, ...] = BETAS
 
 
@@ -282,27 +282,27 @@ def _parameters(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> 
                 "rope.scaling.yarn_ext_factor must be 0 or 1, got "
                 f"{keys['rope.scaling.yarn_ext_factor']}"
             )
-    unscaled = amplitude = keys.get("rope.scaling.attn_factor", 1.0)
+    unscaled = attention_factor = keys.get("rope.scaling.attn_factor", 1.0)
     if is_yarn:
         all_dim = 0.0
         if "log_multiplier" in model:
             all_dim = keys.get("rope.scaling.yarn_log_multiplier", 0.0) / model["log_multiplier"]
         mscale = all_dim if all_dim and model.get("equal_mscales") else 1.0
-        amplitude *= yarn_amplitude(factor, mscale, all_dim)
+        attention_factor *= yarn_amplitude(factor, mscale, all_dim)
     elif "yarn_attn_factor" in reads:
-        amplitude *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
+        attention_factor *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
     betas = tuple(
         keys.get(f"rope.scaling.{name}", default) if name in reads else default
         for name, default in zip(("yarn_beta_fast", "yarn_beta_slow"), BETAS, strict=True)
     )
-    ggml = _GgmlParameters(base, factor, is_yarn, amplitude, betas)
+    ggml = _GgmlParameters(base, factor, is_yarn, attention_factor, betas)
     if layer_type == "main":
         return _GgmlParameters(base)
-    if layer_type == "compress":  # YaRN without an amplitude
+    if layer_type == "compress":  # YaRN without an attention factor
         if "attention.compress_rope_freq_base" not in keys:
             raise ValueError(f"GGUF metadata needs {name}.attention.compress_rope_freq_base")
         base = keys["attention.compress_rope_freq_base"]
-        return ggml._replace(base=base, amplitude=1.0 if is_yarn else amplitude)
+        return ggml._replace(base=base, attention_factor=1.0 if is_yarn else attention_factor)
     if layer_type != "sliding_attention":
         return ggml
     own_base = keys.get("rope.freq_base_swa")
@@ -310,8 +310,8 @@ def _parameters(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> 
         return ggml._replace(base=own_base or base)
     if model["sliding"] == "plain":
         return _GgmlParameters(own_base or base)
-    amplitude = unscaled if is_yarn else amplitude
-    return ggml._replace(base=own_base or 10_000.0, factor=1.0, amplitude=amplitude)
+    attention_factor = unscaled if is_yarn else attention_factor
+    return ggml._replace(base=own_base or 10_000.0, factor=1.0, attention_factor=attention_factor)
 
 
 def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> tuple[int, ...]:
@@ -339,8 +339,8 @@ def axes_of(sections: Sequence[int], pairs: int, model: Mapping[str, JSON]) -> t
 def _scaled(
     spec: Rotary, ggml: _GgmlParameters, trained: int | None, tensors: Mapping[str, Sequence[float]]
 ) -> Rotary:
-    """Return `spec` with the frequencies of `ggml` divided by the tensors, and its amplitude."""
-    factor, amplitude = ggml.factor, ggml.amplitude
+    """Return `spec` with the frequencies of `ggml`, divided by the tensors, and its factor."""
+    factor, attention_factor = ggml.factor, ggml.attention_factor
     schedule = "linear" if factor != 1.0 else "default"
     params: dict[str, JSON] = {"factor": factor} if factor != 1.0 else {}
     if ggml.is_yarn and factor != 1.0:
@@ -352,7 +352,7 @@ def _scaled(
         names = ("beta_fast", "beta_slow", "attention_factor")
         usual = (*BETAS, yarn_amplitude(factor))
         schedule, params = "yarn", {**params, "original_max_position_embeddings": trained}
-        for name, value, default in zip(names, (*ggml.betas, amplitude), usual, strict=True):
+        for name, value, default in zip(names, (*ggml.betas, attention_factor), usual, strict=True):
             if not math.isclose(value, default, rel_tol=1e-7):
                 params[name] = value
     spec = dataclasses.replace(spec, schedule=schedule, params=params)
@@ -368,10 +368,10 @@ def _scaled(
             "short_factor": [value * factor for value in short[:pairs]],
             "long_factor": [value * factor for value in long[:pairs]],
             "original_max_position_embeddings": trained,
-            "attention_factor": amplitude,
+            "attention_factor": attention_factor,
         }
         return dataclasses.replace(spec, schedule="longrope", params=params)
-    if freqs is None and (schedule == "yarn" or amplitude == 1.0):
+    if freqs is None and (schedule == "yarn" or attention_factor == 1.0):
         return spec
     steps = inv_freq(spec)[0].tolist()
     if freqs is not None and len(freqs) < pairs:
@@ -380,5 +380,5 @@ def _scaled(
         0.0 if divisor >= STANDS_STILL else step / divisor
         for step, divisor in zip(steps, freqs or [1.0] * pairs, strict=False)
     ]
-    params = {"inv_freq": steps, "attention_factor": amplitude}
+    params = {"inv_freq": steps, "attention_factor": attention_factor}
     return dataclasses.replace(spec, schedule="custom", params=params)

@@ -20,8 +20,8 @@ def to_gguf(
 
     Frequencies that llama.cpp has no name for (llama3, proportional, custom, ntk) go into
     "rope_freqs.weight", float32 divisors of base^(-2i / rotary_dim), with 1e30 for a pair that
-    stands still; longrope into "rope_factors_long.weight" and "_short". The amplitude of YaRN is
-    attn_factor x (0.1 ln(factor) + 1) there, so attn_factor is written to give that of `spec`.
+    stands still; longrope into "rope_factors_long.weight" and "_short". There YaRN's attention
+    factor is attn_factor x (0.1 ln(factor) + 1), so attn_factor is written to give that of `spec`.
     If sliding-window layers have a RoPE of their own, the keys are for the other layers.
 
     context_length  positions the model is made for; longrope is told apart by it
@@ -66,7 +66,7 @@ def to_gguf(
 
 
 def _is_same(read: Rotary, spec: Rotary) -> bool:
-    """Whether two specs have the same frequencies and amplitude, up to float32, at any length."""
+    """Whether two specs have the same numbers at any length, up to float32."""
     trained = spec.params.get("original_max_position_embeddings")
     lengths = (trained, trained + 1) if spec.depends_on_length and trained else (None,)
     for length in lengths:
@@ -89,10 +89,10 @@ def _scaling(
         return _yarn_keys(spec, architecture, model), {}
     if spec.schedule == "longrope":
         trained = params["original_max_position_embeddings"]
-        amplitude = inv_freq(spec, trained)[1]
-        if amplitude != inv_freq(spec, trained + 1)[1]:
-            raise ValueError("llama.cpp has one amplitude for both lists of longrope")
-        keys = {"original_context_length": trained, "attn_factor": amplitude}
+        attention_factor = inv_freq(spec, trained)[1]
+        if attention_factor != inv_freq(spec, trained + 1)[1]:
+            raise ValueError("llama.cpp has one attention factor for both lists of longrope")
+        keys = {"original_context_length": trained, "attn_factor": attention_factor}
         return {"type": "longrope", **keys}, {
             f"rope_factors_{name}.weight": list(map(float, params[f"{name}_factor"]))
             for name in ("long", "short")
@@ -101,21 +101,22 @@ def _scaling(
         raise ValueError(
             f"llama.cpp has no schedule {spec.schedule!r}, which depends on the length"
         )
-    steps, amplitude = inv_freq(spec)
+    steps, attention_factor = inv_freq(spec)
     plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
     divisors = [
         own / step if step else STANDS_STILL
         for own, step in zip(plain, steps.tolist(), strict=True)
     ]
-    return {"attn_factor": amplitude} if amplitude != 1.0 else {}, {"rope_freqs.weight": divisors}
+    keys = {"attn_factor": attention_factor} if attention_factor != 1.0 else {}
+    return keys, {"rope_freqs.weight": divisors}
 
 
 def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> dict[str, JSON]:
     """Return the keys under rope.scaling for YaRN; ValueError if llama.cpp does not read one."""
     if model.get("latent") or "layers" in model:
         raise ValueError(
-            f"to_gguf writes no YaRN for {architecture!r}: there llama.cpp computes the amplitude "
-            "and the scale of the scores from more keys than those of RoPE"
+            f"to_gguf writes no YaRN for {architecture!r}: there llama.cpp computes the attention "
+            "factor and the scale of the scores from more keys than those of RoPE"
         )
     params, factor = spec.params, float(spec.params["factor"])
     keys: dict[str, JSON] = {
@@ -131,7 +132,7 @@ def _yarn_keys(spec: Rotary, architecture: str, model: Mapping[str, JSON]) -> di
                     f"{default}; the spec has {params[name]}"
                 )
             keys[f"yarn_{name}"] = float(params[name])
-    amplitude = inv_freq(spec)[1]
-    if not math.isclose(amplitude, yarn_amplitude(factor), rel_tol=1e-12):
-        keys["attn_factor"] = amplitude / yarn_amplitude(factor)
+    attention_factor = inv_freq(spec)[1]
+    if not math.isclose(attention_factor, yarn_amplitude(factor), rel_tol=1e-12):
+        keys["attn_factor"] = attention_factor / yarn_amplitude(factor)
     return keys

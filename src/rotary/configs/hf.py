@@ -308,8 +308,10 @@ def _translated(rope_type: str, schedule: str, rope: Mapping[str, JSON]) -> dict
     if rope_type == "telechat3-yarn":
         return {"attention_factor": yarn_amplitude(factor, 0.7)}  # vLLM 0.33, config.py
     if rope_type == "deepseek_yarn":
-        amplitude = yarn_amplitude(factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
-        return {"attention_factor": amplitude * rope.get("attn_factor", 1.0)}
+        attention_factor = yarn_amplitude(
+            factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0)
+        )
+        return {"attention_factor": attention_factor * rope.get("attn_factor", 1.0)}
     return {}
 
 

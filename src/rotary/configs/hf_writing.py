@@ -146,10 +146,10 @@ def as_model_reads(config: Config, spec: Rotary, context: int) -> Rotary:
         spec = as_longrope(spec, config.trained or context)
     is_phimoe = config.model.get("mscales") and config.model_type
     if is_phimoe and spec.schedule == "longrope" and "long_mscale" not in spec.params:
-        amplitude = inv_freq(spec)[1]
+        attention_factor = inv_freq(spec)[1]
         params = {key: value for key, value in spec.params.items()
                   if key not in ("factor", "attention_factor")}  # fmt: skip
-        params |= dict.fromkeys(("short_mscale", "long_mscale"), amplitude)
+        params |= dict.fromkeys(("short_mscale", "long_mscale"), attention_factor)
         spec = dataclasses.replace(spec, params=params)
     return spec
 
@@ -174,7 +174,7 @@ def as_longrope(spec: Rotary, context: int) -> Rotary:
             f"one list of factors cannot say a RoPE of schedule {spec.schedule!r} and "
             f"{spec.num_axes} axes"
         )
-    frequencies, amplitude = inv_freq(spec)
+    frequencies, attention_factor = inv_freq(spec)
     if not (frequencies > 0).all():
         raise ValueError(f"a factor gives frequencies > 0 only, got {frequencies.min():g}")
     plain = dataclasses.replace(spec, schedule="default", params={})
@@ -182,7 +182,7 @@ def as_longrope(spec: Rotary, context: int) -> Rotary:
     params = {
         "short_factor": factors, "long_factor": factors,
         "original_max_position_embeddings": context,
-        **({"factor": 1.0} if amplitude == 1 else {"attention_factor": amplitude}),
+        **({"factor": 1.0} if attention_factor == 1 else {"attention_factor": attention_factor}),
     }  # fmt: skip
     return dataclasses.replace(spec, schedule="longrope", params=params)
 

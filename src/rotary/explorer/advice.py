@@ -160,7 +160,7 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
         yield "Direction or axes of the pairs differ: they turn by other angles."
     first, second = speeds
     apart = np.abs(first - second) > ALIKE * np.maximum(first, second)
-    amplitudes = [inv_freq(each.spec, each.context)[1] for each in (a, b)]
+    factors = [inv_freq(each.spec, each.context)[1] for each in (a, b)]
     if apart.any():
         pairs = np.flatnonzero(apart)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -179,15 +179,14 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
         )
     elif (
         is_same_order and one.axes == other.axes and one.sign == other.sign
-        and math.isclose(*amplitudes)
+        and math.isclose(*factors)
     ):  # fmt: skip
         yield "Every pair turns at the same speed in both: one can be used in place of the other."
     else:
         yield "Every pair turns at the same speed in both."
-    if not math.isclose(*amplitudes):
+    if not math.isclose(*factors):
         yield (
-            f"Scores are multiplied by {amplitudes[0] ** 2:.4g} in A and "
-            f"{amplitudes[1] ** 2:.4g} in B."
+            f"Scores are multiplied by {factors[0] ** 2:.4g} in A and {factors[1] ** 2:.4g} in B."
         )
     depends = [name for name, each in (("A", a), ("B", b)) if each.spec.depends_on_length]
     if depends:

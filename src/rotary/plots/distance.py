@@ -19,7 +19,7 @@ from .style import (
     GREY,
     VERMILLION,
     Specs,
-    amplitude,
+    attention_suffix,
     curve,
     curves,
     heading,
@@ -100,7 +100,7 @@ def scores(
     alike = right.plot(at, same.mean(axis=0), color=GREEN)[0]
     right.axhline(0, color=GREY, linewidth=0.8)
     heading(figure, name)
-    title = f"Independent query and key{amplitude(spec, seq_len)}"
+    title = f"Independent query and key{attention_suffix(spec, seq_len)}"
     label(left, DISTANCE, "score / sqrt(head_dim)", title)
     label(right, DISTANCE, "score / sqrt(head_dim)", "Key equal to the query")
     names = "left: mean bound, equation 37", "left: root mean square", "right: mean over queries"

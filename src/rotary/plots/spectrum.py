@@ -17,7 +17,7 @@ from .style import (
     ON_COLOUR,
     SHADE,
     Specs,
-    amplitude,
+    attention_suffix,
     curve,
     curves,
     described,
@@ -134,7 +134,7 @@ def frequency_ratio(
         style |= _joined(spec)
         width = 1.2 + 0.35 * (len(models) - 1 - index)  # so that coinciding curves are all visible
         line = panel.plot(np.arange(ratio.size), ratio, linewidth=width, **style)[0]
-        entries.append((name + amplitude(spec, seq_len), line))
+        entries.append((name + attention_suffix(spec, seq_len), line))
     panel.set_yscale("log", base=2)
     panel.yaxis.set_major_formatter(
         lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}"

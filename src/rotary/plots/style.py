@@ -108,7 +108,7 @@ def scaling(spec: Rotary) -> str:
     return spec.schedule + (f" x {factor:g}" if isinstance(factor, int | float) else "")
 
 
-def amplitude(spec: Rotary, seq_len: int | None) -> str:
+def attention_suffix(spec: Rotary, seq_len: int | None) -> str:
     """Return the attention factor as a suffix of a curve's name: "" if it is 1."""
     factor = inv_freq(spec, seq_len)[1]
     return "" if factor == 1 else f", attention factor {factor:.4g}"

@@ -295,8 +295,8 @@ def _farthest(name: str, reference: str, by_length: Readings) -> Difference:
     differences = []
     for length, of in by_length.items():
         inv_freq = _relative(of[name].inv_freq, of[reference].inv_freq)
-        amplitude = _relative(of[name].attention_factor, of[reference].attention_factor)
-        differences.append(Difference(name, length, inv_freq, amplitude))
+        attention_factor = _relative(of[name].attention_factor, of[reference].attention_factor)
+        differences.append(Difference(name, length, inv_freq, attention_factor))
     return max(differences, key=_size)
 
 
@@ -360,7 +360,7 @@ def _key_of_another_layout(config: Config) -> str:
 def _words(each: Difference, reading: Reading) -> str:
     if each.inv_freq == math.inf:
         return f"rotates {np.count_nonzero(np.asarray(reading.inv_freq))} pairs"
-    sizes = {"inv_freq": each.inv_freq, "amplitude": each.attention_factor}
+    sizes = {"inv_freq": each.inv_freq, "attention factor": each.attention_factor}
     parts = [f"{100 * size:.2g}% in {name}" if size < 0.1 else f"{size:,.0%} in {name}"
              for name, size in sizes.items() if size > TOLERANCE]  # fmt: skip
     return f"by {' and '.join(parts)}"

@@ -64,25 +64,25 @@ def dynamic(case: Case) -> Result:
 
 
 def yarn(case: Case) -> Result:
-    """Compute YaRN with the amplitude of the paper, or with mscale_all_dim if that is read."""
+    """Compute YaRN with the attention factor of the paper, or that of mscale_all_dim if read."""
     model, mscale = case.config.model_type, case.rope.get("mscale_all_dim")
     # written to every GGUF file, but read back by few architectures
     reads_betas = model == "ministral3"
     keys = ["attention_factor", "truncate"]
     keys += [] if reads_betas else ["beta_fast", "beta_slow"]
     factor = rules.need(case, "factor")
-    amplitude = yarn_amplitude(factor)
+    attention_factor = yarn_amplitude(factor)
     if model == "deepseek_v4":
-        amplitude = 1.0
+        attention_factor = 1.0
     elif model in READS_MSCALE and mscale:
         # llama.cpp takes mscale as 1, but for deepseek2 as equal to mscale_all_dim
         over = mscale if model in ("deepseek_v2", "deepseek_v3", "kimi_k2") else 1.0
-        amplitude = yarn_amplitude(factor, over, mscale)
+        attention_factor = yarn_amplitude(factor, over, mscale)
     else:
         keys.append("mscale")
     ignored = [name for name in keys if case.rope.get(name) is not None]
     advice = f"llama.cpp ignores {', '.join(ignored)}" if ignored else ""
-    return rules.yarn(case, amplitude, advice, reads_betas=reads_betas)
+    return rules.yarn(case, attention_factor, advice, reads_betas=reads_betas)
 
 
 def llama3(case: Case) -> Result:

@@ -173,7 +173,7 @@ def dynamic(case: Case) -> Result:
 
 
 def yarn(case: Case) -> Result:
-    """Compute YaRN with DeepSeek's amplitude, and 4096 if the trained length is missing."""
+    """Compute YaRN with DeepSeek's attention factor, and 4096 if the trained length is missing."""
     ignored = [name for name in ("attention_factor", "truncate") if name in case.rope]
     advice = f"mlx-lm ignores {' and '.join(ignored)}" if ignored else ""
     if not advice and ("mscale" in case.rope) != ("mscale_all_dim" in case.rope):

@@ -11,8 +11,8 @@ from .case import Case, NotComparedError, RefusedError, Result, Rule
 
 
 def computed(
-    case: Case, schedule: str, amplitude: float = 1.0, switch: str = "never", advice: str = "",
-    *, seq_len: int | None = None, **params: JSON,
+    case: Case, schedule: str, attention_factor: float = 1.0, /, switch: str = "never",
+    advice: str = "", *, seq_len: int | None = None, **params: JSON,
 ) -> Result:  # fmt: skip
     """Compute a schedule of `rotary.schedules` for the channels and the base of `case`."""
     if case.base <= 0:
@@ -20,7 +20,7 @@ def computed(
     length = {} if seq_len is None else {"seq_len": seq_len}
     inv_freq = SCHEDULES[schedule](case.dim, case.base, **params, **length)[0]
     words = in_words(schedule, case.base, params, case.seq_len if seq_len is None else seq_len)
-    return Result(words, inv_freq, amplitude, switch, advice=advice)
+    return Result(words, inv_freq, attention_factor, switch, advice=advice)
 
 
 def in_words(schedule: str, base: float, params: Mapping[str, JSON], seq_len: int) -> str:
@@ -146,10 +146,10 @@ def grown(case: Case, growth: float, advice: str = "") -> Result:
 
 
 def yarn(
-    case: Case, amplitude: float, advice: str = "", *,
+    case: Case, attention_factor: float, advice: str = "", *,
     trained: int | None = None, truncate: bool = True, reads_betas: bool = True,
 ) -> Result:  # fmt: skip
-    """Compute YaRN with the amplitude of the program."""
+    """Compute YaRN with the attention factor of the program."""
     params = {
         "factor": need(case, "factor"),
         "original_max_position_embeddings": trained or required_length(case.trained),
@@ -157,11 +157,11 @@ def yarn(
     }
     betas = ("beta_fast", "beta_slow") if reads_betas else ()
     params |= {name: case.rope[name] for name in betas if case.rope.get(name)}
-    return computed(case, "yarn", amplitude, advice=advice, **params)
+    return computed(case, "yarn", attention_factor, advice=advice, **params)
 
 
-def amplitude_of(case: Case, factor: float) -> float:
-    """Return YaRN's amplitude as transformers computes it from the keys."""
+def attention_factor_of(case: Case, factor: float) -> float:
+    """Return YaRN's attention factor as transformers computes it from the keys."""
     mscale, all_dim = case.rope.get("mscale"), case.rope.get("mscale_all_dim")
     if case.rope.get("attention_factor") is not None:
         return float(case.rope["attention_factor"])
@@ -170,10 +170,12 @@ def amplitude_of(case: Case, factor: float) -> float:
 
 
 def yarn_deepseek(case: Case, trained: int | None = None) -> Result:
-    """Compute YaRN with DeepSeek's amplitude, in which a missing mscale_all_dim is 0."""
+    """Compute YaRN with DeepSeek's attention factor, in which a missing mscale_all_dim is 0."""
     factor, rope = need(case, "factor"), case.rope
-    amplitude = yarn_amplitude(factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
-    return yarn(case, amplitude, trained=trained)
+    attention_factor = yarn_amplitude(
+        factor, rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0)
+    )
+    return yarn(case, attention_factor, trained=trained)
 
 
 def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bool) -> Rule:
@@ -187,7 +189,7 @@ def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bo
         is_long = decisive(case) > trained
         name = "long_mscale" if is_long else "short_mscale"
         mscale = case.rope.get(name) if reads_mscale else None
-        amplitude = context_amplitude(case) if mscale is None else float(mscale)
+        factor = context_attention_factor(case) if mscale is None else float(mscale)
         ignored = [key for key in ("factor", "attention_factor") if case.rope.get(key) is not None]
         advice = ""
         if is_long != (case.seq_len > trained):
@@ -200,14 +202,14 @@ def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bo
         params = {"original_max_position_embeddings": trained, "attention_factor": 1.0, **lists}
         length = trained + is_long
         when = switch.format(trained)
-        result = computed(case, "longrope", amplitude, when, advice, seq_len=length, **params)
+        result = computed(case, "longrope", factor, when, advice, seq_len=length, **params)
         return result._replace(schedule=f"{result.schedule} at {case.seq_len} tokens")
 
     return rule
 
 
-def context_amplitude(case: Case) -> float:
-    """Return LongRoPE's amplitude for the ratio of the context to the trained length."""
+def context_attention_factor(case: Case) -> float:
+    """Return LongRoPE's attention factor for the ratio of the context to the trained length."""
     trained = required_length(case.trained)
     if trained == 1:
         raise NotComparedError("it would divide by the logarithm of a trained length of 1")

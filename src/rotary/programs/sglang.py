@@ -10,7 +10,7 @@ NO_FILE = frozenset({
 })  # fmt: skip
 THROUGH_TRANSFORMERS = frozenset({"internvl"})  # types of files that it runs by transformers' class
 # laguna: SGLang's config class rewrites the key; deepseek_v4: its model file makes its own table
-# with amplitude 1
+# with attention factor 1
 OBEYS_ATTENTION_FACTOR = frozenset({"laguna", "deepseek_v4"})
 
 
@@ -33,19 +33,19 @@ def dynamic(case: Case) -> Result:
 
 
 def yarn(case: Case) -> Result:
-    """Compute YaRN, whose amplitude is scaled by attn_factor."""
+    """Compute YaRN, whose attention factor is scaled by attn_factor."""
     factor, rope = rules.need(case, "factor"), case.rope
     if case.config.model_type in OBEYS_ATTENTION_FACTOR:
-        return rules.yarn(case, rules.amplitude_of(case, factor))
+        return rules.yarn(case, rules.attention_factor_of(case, factor))
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if "mrope_section" in rope and rope.keys() & {"mscale", "mscale_all_dim"}:
         raise RefusedError("TypeError: unexpected keyword argument 'mscale', with mrope_section")
     # SGLang counts 0 as given, transformers does not
     both = () if mscale is None or all_dim is None else (mscale, all_dim)
-    amplitude = yarn_amplitude(factor, *both)
+    attention_factor = yarn_amplitude(factor, *both)
     advice = "SGLang ignores attention_factor: give attn_factor too, its ratio to 0.1 ln(factor)+1"
     result = rules.yarn(
-        case, amplitude * rope.get("attn_factor", 1.0),
+        case, attention_factor * rope.get("attn_factor", 1.0),
         advice if rope.get("attention_factor") is not None else "",
         truncate=rope.get("truncate", True),
     )  # fmt: skip
@@ -58,10 +58,10 @@ def yarn(case: Case) -> Result:
 
 
 def yarn_deepseek(case: Case) -> Result:
-    """Compute DeepSeek's YaRN, whose amplitude is scaled by attn_factor."""
+    """Compute DeepSeek's YaRN, whose attention factor is scaled by attn_factor."""
     result = rules.yarn_deepseek(case)
-    amplitude = result.attention_factor * case.rope.get("attn_factor", 1.0)
-    return result._replace(attention_factor=amplitude)
+    attention_factor = result.attention_factor * case.rope.get("attn_factor", 1.0)
+    return result._replace(attention_factor=attention_factor)
 
 
 longrope = rules.longrope(

@@ -49,17 +49,20 @@ def dynamic(case: Case) -> Result:
 def yarn(case: Case) -> Result:
     """Compute YaRN; with mrope_section, the ramp assumes 4 times the trained length."""
     factor, trained = rules.need(case, "factor"), rules.required_length(case.trained)
-    amplitude, truncate = rules.amplitude_of(case, factor), case.rope.get("truncate", True)
+    attention_factor, truncate = (
+        rules.attention_factor_of(case, factor),
+        case.rope.get("truncate", True),
+    )
     if "mrope_section" not in case.rope or case.config.model_type in RAMP_AS_TRAINED:
-        return rules.yarn(case, amplitude, truncate=truncate)
+        return rules.yarn(case, attention_factor, truncate=truncate)
     advice = "vLLM takes the YaRN ramp of mrope_section from 4 times the trained length"
-    return rules.yarn(case, amplitude, advice, trained=4 * trained, truncate=truncate)
+    return rules.yarn(case, attention_factor, advice, trained=4 * trained, truncate=truncate)
 
 
 def yarn_telechat(case: Case) -> Result:
-    """Compute YaRN with the amplitude of TeleChat3."""
-    amplitude = yarn_amplitude(rules.need(case, "factor"), 0.7)
-    return rules.yarn(case, amplitude, truncate=case.rope.get("truncate", True))
+    """Compute YaRN with the attention factor of TeleChat3."""
+    attention_factor = yarn_amplitude(rules.need(case, "factor"), 0.7)
+    return rules.yarn(case, attention_factor, truncate=case.rope.get("truncate", True))
 
 
 def ntk(case: Case) -> Result:

@@ -178,7 +178,7 @@ def _rules(
 
 
 def _of_tables(spec: Rotary) -> Rotary:
-    """Return the spec for a function that is given tables: one axis, no amplitude."""
+    """Return the spec for a function that is given tables: one axis, no attention factor."""
     params = {"inv_freq": inv_freq(spec)[0].tolist()}
     return dataclasses.replace(spec, schedule="custom", params=params, axes=())
 

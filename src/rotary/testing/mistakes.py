@@ -38,7 +38,7 @@ def mistakes(spec: Rotary) -> Iterator[Mistake]:
     ['other_layout', 'other_layout', 'other_layout']
     """
     listed = (*_of_pairs(spec), *_of_slice(spec), *_of_axes(spec), *_of_base(spec),
-             *_of_scaling(spec), *_of_amplitude(spec))  # fmt: skip
+             *_of_scaling(spec), *_of_attention_factor(spec))  # fmt: skip
     for code, text, wrong in listed:
         if wrong is not None and wrong != spec:
             yield Mistake(code, text, wrong)
@@ -181,7 +181,7 @@ def _of_length(spec: Rotary, trained: int, factor: float | None) -> Iterator[Row
     yield "always_short", text, _custom(spec, *inv_freq(spec))
 
 
-def _of_amplitude(spec: Rotary) -> Iterator[Row]:
+def _of_attention_factor(spec: Rotary) -> Iterator[Row]:
     frequencies, factor = inv_freq(spec)
     for code, wrong, text in (
         ("no_attention_factor", 1.0, "left out"),  # prime-rl#2802, mlx-lm#1507
