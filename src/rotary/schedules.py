@@ -394,7 +394,8 @@ def axial(
     widths    channels of each axis, where the shares are not equal (16, 56, 56): each has the
               ladder of its own width, one after another
     ladder    "blocks": every axis has the ladder of rotary_dim / num_axes channels, one after
-              another; "turns": the same ladders, alternating: each frequency once per axis;
+              another; "turns": the same ladders, whose axes take turns: each frequency once per
+              axis (this has nothing to do with the turns of `rotary.turns`);
               "dealt": one ladder of the full width, dealt out to the axes in turn
     Raises ValueError if rotary_dim is not a multiple of 2 num_axes, or not the sum of even widths.
     Source: Su, kexue.fm 8397; transformers 5.24, the vision towers of the Qwen2-VL family
