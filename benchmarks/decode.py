@@ -1,7 +1,7 @@
 """One token in every way that servers call: `python -m benchmarks.decode`.
 
 Two tables, each case in turn: after a matrix product of a model's width, as a model meets the call;
-and a loop of calls in a row, where everything is in a cache. Then each bar with what was measured.
+and a loop of calls in a row, where everything is in a cache. Then each limit with its measurement.
 Writes benchmarks/results/DATE-decode.md and .json. `--table` prints the table of docs/numbers.md
 from the newest of these. The operators of vLLM and onnxruntime are timed where they can be
 imported: `make peers` makes an environment with vLLM's, whose Python runs this file with
@@ -32,7 +32,7 @@ LIMITS = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0*
 PEER_FACTOR = 4
 EAGER, VLLM, ONNX = "transformers eager", "vLLM's operator", "onnxruntime's operator"
 # most times of transformers' eager function: in a loop with batch 1, after a product
-BARS = {
+TIME_LIMITS = {
     "rotate": (0.25, 0.5),
     "rotate out=": (0.25, 0.5),
     "rotate in place": (0.25, 0.5),
@@ -43,7 +43,7 @@ BARS = {
     "prepared apply positions=, in place": (0.15, 0.4),
 }
 JAX_ALONE = "jax, q + 1 and k + 1 compiled"  # what a call of JAX takes at least
-VLLM_BAR = 1.2  # most times of vLLM's operator: a prepared call in a loop
+VLLM_LIMIT = 1.2  # most times of vLLM's operator: a prepared call in a loop
 
 Group = dict[str, float]  # case -> median microseconds
 
@@ -98,7 +98,7 @@ def main() -> None:
         "loop": loops,
         "libraries": in_a_loop(library_cases(), given.sizes),
     }
-    report["bars"] = [list(bar) for bar in bars(report)]
+    report["bars"] = [list(each) for each in verdicts(report)]
     text = as_markdown(report)
     print(text)
     files = {".md": text, ".json": json.dumps(report, indent=1) + "\n"}
@@ -263,7 +263,7 @@ def errors() -> Iterator[tuple[str, float, float]]:
                 float(np.abs(y.reshape(want.shape) - want).max() / np.abs(want).max())
                 for y, want in zip(got, wanted, strict=True)
             )
-            is_ours = name in BARS
+            is_ours = name in TIME_LIMITS
             yield f"{name} {dtype}", error, limit * (1 if is_ours else PEER_FACTOR)
 
 
@@ -292,11 +292,11 @@ def after_a_product(
     return {name: each.median * 1e6 for name, each in measured.items()}
 
 
-def bars(report: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]:
+def verdicts(report: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]:
     """(what, measured, most, met): of each case the worst of all shapes and types."""
     loops = {name: group for name, group in report["loop"].items() if name.endswith("batch 1")}
     for place, groups in (("in a loop", loops), ("after a product", report["after a product"])):
-        for case, limits in BARS.items():
+        for case, limits in TIME_LIMITS.items():
             ratios = [group[case] / group[EAGER] for group in groups.values() if case in group]
             limit = limits[place != "in a loop"]
             if ratios:
@@ -304,12 +304,12 @@ def bars(report: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]:
     ratios = [
         group[case] / group[VLLM]
         for group in loops.values()
-        for case in BARS
+        for case in TIME_LIMITS
         if VLLM in group and case.startswith("prepared")
     ]
     if ratios:
         worst = max(ratios)
-        yield f"prepared / {VLLM}, in a loop", worst, VLLM_BAR, worst <= VLLM_BAR
+        yield f"prepared / {VLLM}, in a loop", worst, VLLM_LIMIT, worst <= VLLM_LIMIT
     for name, spent in report["libraries"].items():
         if name not in ("torch", JAX_ALONE):
             ratio = spent / report["libraries"]["torch"]
@@ -317,7 +317,7 @@ def bars(report: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The report as a page: machine, bars, every median."""
+    """The report as a page: machine, limits, every median."""
     facts = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
     rows = [
         (name, f"{measured:.2f}", f"<= {limit}", "met" if met else "**missed**")
@@ -339,7 +339,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 {facts}; {report["threads"]} threads. `python -m benchmarks.decode` prints this page.
 head_dim 128, one token for each row of the batch; medians of one run, in microseconds.
 
-{command.table(("bar, worst of all shapes and types", "measured", "limit", ""), rows)}
+{command.table(("worst of all shapes and types", "measured", "limit", ""), rows)}
 
 {(chr(10) * 2).join(tables)}
 

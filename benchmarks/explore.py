@@ -30,7 +30,7 @@ from .command import table
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-BARS = {"start": 3000.0, "change": 150.0, "frame": 1000 / 60}  # ms
+TIME_LIMITS = {"start": 3000.0, "change": 150.0, "frame": 1000 / 60}  # ms
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
 MODEL = "llama-3-8b"
 # ms from each new base to the picture of it: the answer is drawn, and a frame has passed
@@ -108,10 +108,10 @@ def errors(page: "Page") -> Iterator[tuple[str, float, float]]:
         yield f"q . k at {distance}", abs(shown - np.cos(distance * speeds).sum()), 0.0051
 
 
-def line(name: str, what: str, times: list[float], bar: float | None) -> list[str]:
+def line(name: str, what: str, times: list[float], most_ms: float | None) -> list[str]:
     """A row of the table: the median, 95 %, how many, and what it should stay below."""
     middle, most = np.percentile(times, [50, 95])
-    limit = "" if bar is None else digits(bar)
+    limit = "" if most_ms is None else digits(most_ms)
     return [name, what, digits(middle), digits(most), str(len(times)), limit]
 
 
@@ -133,12 +133,12 @@ def measured(
     for name in views:
         page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
         times = page.evaluate(CHANGES, bases)[1:]  # the first one is not warm
-        rows.append(line("change", VIEWS[name].title, times, BARS["change"]))
+        rows.append(line("change", VIEWS[name].title, times, TIME_LIMITS["change"]))
         page.close()
     for name in [name for name in views if VIEWS[name].group == LEARN]:
         page = opened(browser, address, f"view={name}&a.model={MODEL}&context=131072")
         times = page.evaluate(FRAMES, frames)
-        rows.append(line("frame, script", VIEWS[name].title, times, BARS["frame"]))
+        rows.append(line("frame, script", VIEWS[name].title, times, TIME_LIMITS["frame"]))
         rows.append(line("frame, played", VIEWS[name].title, page.evaluate(PLAYED), None))
         page.close()
     return rows
@@ -166,7 +166,7 @@ def main() -> None:
             page.close()
             rows = measured(browser, address, options.views, options.changes, options.frames)
         starts = [start_time(browser) for _ in range(options.starts)]
-        rows.insert(0, line("start", "", starts, BARS["start"]))
+        rows.insert(0, line("start", "", starts, TIME_LIMITS["start"]))
         version = browser.version
         browser.close()
     text = "\n".join([

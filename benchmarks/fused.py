@@ -42,20 +42,20 @@ BACK, BACK_EAGER, BACK_COMPILED = (
 )
 
 
-class Bar(NamedTuple):
-    """A bar: the time of `case` is at most `most` of the sum of the times of `others`."""
+class Limit(NamedTuple):
+    """A limit: the time of `case` is at most `most` of the sum of the times of `others`."""
 
     case: str
     others: tuple[str, ...]
     most: float
 
 
-BARS = (
-    Bar(NORM, (ROTATE,), 1.5),
-    Bar(NORM_NEW, (COMPILED,), 1 / 3),
-    Bar(NORM_NEW, (EAGER,), 1 / 8),
-    Bar(STORE, (ROTATE, COPY), 1.15),
-    Bar(BACK, (BACK_COMPILED,), 1 / 3),
+TIME_LIMITS = (
+    Limit(NORM, (ROTATE,), 1.5),
+    Limit(NORM_NEW, (COMPILED,), 1 / 3),
+    Limit(NORM_NEW, (EAGER,), 1 / 8),
+    Limit(STORE, (ROTATE, COPY), 1.15),
+    Limit(BACK, (BACK_COMPILED,), 1 / 3),
 )
 Group = dict[str, float]  # case -> median microseconds
 
@@ -232,14 +232,14 @@ def timed(call: timing.Case) -> float:
 
 
 def table(groups: dict[str, Group]) -> str:
-    """Microseconds of every case, then each bar and what was measured."""
+    """Microseconds of every case, then each limit and what was measured."""
     dtypes = list(groups)
     cases_ = list(groups[dtypes[0]])
     times = command.table(
         ("microseconds", *dtypes), [[c, *(f"{groups[d][c]:.0f}" for d in dtypes)] for c in cases_]
     )
     lines = []
-    for case, others, most in BARS:
+    for case, others, most in TIME_LIMITS:
         line = [case, " + ".join(others), f"{most:.3g}"]
         for group in groups.values():
             ratio = group[case] / sum(group[other] for other in others)
@@ -256,7 +256,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 {facts}; {report["threads"]} threads. `python -m benchmarks.fused` prints this page and says how it
 measures. 2048 tokens, q {HEADS[0]} and k {HEADS[1]} heads of {SPEC.head_dim}; in bold what misses
-its bar.
+its limit.
 
 {table(report["groups"])}
 """

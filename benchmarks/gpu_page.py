@@ -1,4 +1,4 @@
-"""The page of the GPU benchmark: what was measured, and the bars that it is held against.
+"""The page of the GPU benchmark: what was measured, and the limits that it is held against.
 
 Numbers and text alone: no torch, so that all of it is tested without a GPU.
 """
@@ -28,7 +28,7 @@ Report = dict[str, Any]
 
 
 class Target(NamedTuple):
-    """A bar the project set itself; `measured` is None where nothing was."""
+    """A limit that the project set itself; `measured` is None where nothing was."""
 
     what: str
     limit: float
@@ -49,7 +49,7 @@ class Target(NamedTuple):
 
 
 def targets(rows: Rows) -> Iterator[Target]:
-    """Every bar with what was measured; of two passes the worse one counts."""
+    """Every limit with what was measured; of two passes the worse one counts."""
 
     def share(work: Work, way: str, limit: float) -> Target:
         found = _field(rows, work.name, f"rotary {way}", "share")

@@ -19,7 +19,7 @@ import rotary
 from .stub_cuda import stub_of_cuda
 
 Call = Callable[[], object]
-BARS = {"a call": 10.0, "fused": 20.0, "prepared": 6.0, "with gradient": 40.0}  # us
+TIME_LIMITS = {"a call": 10.0, "fused": 20.0, "prepared": 6.0, "with gradient": 40.0}  # us
 SHAPES = 64
 
 
@@ -37,7 +37,7 @@ def microseconds(call: Call, count: int, loops: int) -> float:
 
 
 def cases() -> dict[tuple[str, str], Call]:
-    """(bar, name) -> a call."""
+    """(kind, name) -> a call."""
     spec = rotary.Rotary(head_dim=128, base=5e5)
     q, k = (torch.randn(1, 1, heads, 128).bfloat16() for heads in (32, 8))
     out = torch.empty_like(q), torch.empty_like(k)
@@ -126,21 +126,23 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, stub_of_cuda(Path(folder)) as stub:
         calls = cases()
-        for (bar, name), call in calls.items():
+        for (kind, name), call in calls.items():
             stub.forget()
             call()
-            wanted = 2 if bar == "with gradient" else 1
+            wanted = 2 if kind == "with gradient" else 1
             assert len(stub.launches) == wanted, f"{name} makes {len(stub.launches)} launches"
         print(f"gate passed: {len(calls)} results are one launch each, two with the gradient\n")
-        print("| call | us | bar | met |\n|---|---|---|---|")
-        for (bar, name), call in calls.items():
+        print("| call | us | limit | met |\n|---|---|---|---|")
+        for (kind, name), call in calls.items():
             for _ in range(SHAPES):
                 call()
             codes = len(stub.loaded)
             time_of = microseconds(call, *((5, 1) if quick else (2000, 7)))
             assert len(stub.loaded) == codes, f"{name} compiled again"
-            met = "yes" if time_of <= BARS[bar] else "no"
-            print(f"| {bar}: {name} | {time_of:.1f} | {BARS[bar]:.0f} | {met} |", flush=True)
+            met = "yes" if time_of <= TIME_LIMITS[kind] else "no"
+            print(
+                f"| {kind}: {name} | {time_of:.1f} | {TIME_LIMITS[kind]:.0f} | {met} |", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """All benchmarks of the CPU in one run: `python -m benchmarks.run`, or `make bench`.
 
-The gate first; then every case side by side, medians and ratios; last, each bar the project set
+The gate first; then every case side by side, medians and ratios; last, each limit the project set
 itself with what was measured. Writes benchmarks/results/DATE.md and .json. `--table` prints the
 tables of docs/numbers.md from the newest of these and measures nothing. `--quick` leaves out what
 is compiled, by torch or by Numba into an empty cache.
@@ -27,14 +27,14 @@ from . import command, peers, verify
 BASE = 500_000.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Rows = dict[str, dict[str, float]]  # case group -> case -> median milliseconds
-Bar = tuple[str, float, str, bool]  # what, measured, limit, met
+Verdict = tuple[str, float, str, bool]  # what, measured, limit, met
 
 
 class Plan(NamedTuple):
     """The sizes of a run.
 
     rounds     of every sequence length of a prefill
-    seq, long  the lengths that the bars are of, and that growth is measured from and to
+    seq, long  the lengths that the limits are of, and that growth is measured from and to
     calls      of one token in a row
     positions  of the tables
     starts     fresh processes for each kind of start
@@ -78,8 +78,8 @@ def main() -> None:
         "versions": timing.versions(),
         "threads": torch.get_num_threads(),
         "milliseconds": rows,
-        "bars": [dict(zip(("bar", "measured", "limit", "met"), bar, strict=True))
-                 for bar in bars(rows, given.plan)],
+        "bars": [dict(zip(("bar", "measured", "limit", "met"), each, strict=True))
+                 for each in verdicts(rows, given.plan)],
     }  # fmt: skip
     text = as_markdown(report)
     print(text)
@@ -240,15 +240,15 @@ def _start(plan: Plan) -> dict[str, float]:
     return {name: sorted(times)[len(times) // 2] for name, times in spent.items()}
 
 
-def bars(rows: Rows, plan: Plan) -> Iterator[Bar]:
-    """Every bar the project set itself whose cases were measured."""
+def verdicts(rows: Rows, plan: Plan) -> Iterator[Verdict]:
+    """Every limit that the project set itself whose cases were measured."""
 
-    def most(name: str, group: str, case: str, other: str, limit: float) -> Iterator[Bar]:
+    def most(name: str, group: str, case: str, other: str, limit: float) -> Iterator[Verdict]:
         """At most so many times as long as another case of the group."""
         ratio = rows[group][case] / rows[group][other]
         yield name, ratio, f"<= {limit}", ratio <= limit
 
-    def least(name: str, group: str, case: str, own: str, limit: float) -> Iterator[Bar]:
+    def least(name: str, group: str, case: str, own: str, limit: float) -> Iterator[Verdict]:
         """At least so many times as long as our case of the group."""
         if case in rows.get(group, {}):
             ratio = rows[group][case] / rows[group][own]
@@ -311,7 +311,7 @@ def _group_of(peer: str, dtype: str, plan: Plan) -> str:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The report as a page: machine, bars, every median."""
+    """The report as a page: machine, limits, every median."""
     facts = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
     bars = [
         (bar["bar"], f"{bar['measured']:.2f}", bar["limit"], "met" if bar["met"] else "**missed**")

@@ -37,8 +37,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = ("half", "interleaved")
 HEADS = ((32, 8), (28, 4))
 TOKENS = tuple(2**power for power in range(8, 16))
-BARS = {"float32": (1.2, 1.0), "bfloat16": (1.35, 1.2), "float16": (1.35, 1.2)}  # of a copy
-NEAR = 1.15  # of the roofline, where the bar is missed
+# times of a copy, with out= and in place
+TIME_LIMITS = {"float32": (1.2, 1.0), "bfloat16": (1.35, 1.2), "float16": (1.35, 1.2)}
+NEAR = 1.15  # of the roofline, where that limit is missed
 COPY, OUT, OWN = "copy", "rotate out=", "rotate in place"
 TOKENS_FIRST = "rotate in place, tokens before heads"  # the memory order of the peers
 VLLM, GGML = decode.VLLM, "ggml"
@@ -239,15 +240,15 @@ class Verdict(NamedTuple):
     case: str
     ratio: float
     of_roofline: float
-    is_within: bool  # the bar
+    is_within: bool  # the limit
     is_met: bool  # that, or near the roofline
 
 
 def verdicts(group: Group, dtype: str) -> Iterator[Verdict]:
     """Of `out=` and in place."""
-    for case, bar in zip((OUT, OWN), BARS[dtype], strict=True):
+    for case, most in zip((OUT, OWN), TIME_LIMITS[dtype], strict=True):
         of_roofline = group[f"quickest {case}"] / group[f"roofline of {case}"]
-        is_within = group[case] <= bar
+        is_within = group[case] <= most
         yield Verdict(case, group[case], of_roofline, is_within, is_within or of_roofline <= NEAR)
 
 
@@ -284,9 +285,9 @@ def as_markdown(report: dict[str, Any]) -> str:
     found = [each for label, group in groups.items()
              for each in verdicts(group, label.split()[0])]  # fmt: skip
     counts = [
-        f"{case}: {sum(each.is_within for each in found if each.case == case)} of "
-        f"{len(groups)} within the bar, {sum(each.is_met for each in found if each.case == case)} "
-        f"within it or {NEAR} of the roofline"
+        f"{case}: {sum(each.is_within for each in found if each.case == case)} of {len(groups)} "
+        f"within the limit, {sum(each.is_met for each in found if each.case == case)} within it or "
+        f"{NEAR} of the roofline"
         for case in (OUT, OWN)
     ]
     peers = [
@@ -305,7 +306,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 {facts}; {report["threads"]} threads. `python -m benchmarks.sizes` prints this page and says how it
 measures. head_dim {DIM}, one sequence; times over that of a copy of the same bytes.
-Most: {"; ".join(f"{dtype} {out} and in place {own}" for dtype, (out, own) in BARS.items())}.
+Most: {"; ".join(f"{dtype} {out} and in place {own}" for dtype, (out, own) in TIME_LIMITS.items())}.
 {". ".join([*counts, *peers])}.
 
 Bandwidth of all threads, of the bytes that a program reads and writes. Other users of the host

@@ -73,10 +73,11 @@ def test_the_page_is_that_of_its_numbers(report):
 
 
 def test_the_bars_of_the_page_are_those_of_its_medians(report):
-    """All 44 of a whole run: a case whose name has changed would leave its bar out."""
+    """All 44 of a whole run: a case whose name has changed would leave its limit out."""
     names = ("bar", "measured", "limit", "met")
     bars = [
-        dict(zip(names, bar, strict=True)) for bar in run.bars(report["milliseconds"], run.FULL)
+        dict(zip(names, each, strict=True))
+        for each in run.verdicts(report["milliseconds"], run.FULL)
     ]
     assert bars == report["bars"]
     assert len(bars) == 44
