@@ -190,9 +190,8 @@ def moved_cos_sin(
 ) -> tuple[Array, Array]:
     """Return tables that rotate from `spec` at `from_positions` to `new_spec` at `to_positions`.
 
-    Positions are (seq,) or (batch, seq), with the axes last if there are several. cos and sin are
-    multiplied by the new attention factor over the old one. Lengths, errors and bounds as in
-    `rotary.rerotate`.
+    Positions are (seq,) or (batch, seq), with the axes last if there are several. The attention
+    factor is the new one over the old one. Lengths, errors and bounds as in `rotary.rerotate`.
     Returns (cos, sin), (seq, pairs) or (batch, seq, pairs) float32, in the library of `like`.
 
     >>> spec, start = Rotary(head_dim=4), np.array([7])

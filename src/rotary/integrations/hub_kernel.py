@@ -20,7 +20,7 @@ LAYERS = (
 # file of the package -> the file here that it is copied from, and the names that it must define
 FILES = {
     "layers.py": ("integrations/hub_layers.py", ("apply_rotary", *LAYERS)),
-    "triton.py": ("kernels/triton/kernel.py", ("DTYPES", "rotate_kept")),
+    "triton.py": ("kernels/triton/kernel.py", ("DTYPES", "rotate_cached")),
 }
 HEADER = """\
 # Written by `rotary export-kernel`, rotary {version}, word for word from src/rotary of that

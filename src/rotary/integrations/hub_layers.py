@@ -203,7 +203,7 @@ def _rotate(
     angles = tables if is_read else (cos.float(), sin.float())
 
     def run(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return kernel.rotate_kept(xs, *angles, geometry)
+        return kernel.rotate_cached(xs, *angles, geometry)
 
     if has_grad:
         back = partial(_rotate, geometry=geometry.reversed())

@@ -52,7 +52,7 @@ def inlined(function: FunctionType) -> Callable[..., Any]:
     """Decorate a function for loops: Numba compiles it anew in each loop that calls it.
 
     As a function of its own, it would be compiled once more, optimized in each of its callers, and
-    kept on disk; nested ones at every level.
+    cached on disk; nested ones at every level.
     """
     result: Callable[..., Any] = numba.njit(inline="always", error_model="numpy")(function)
     return result

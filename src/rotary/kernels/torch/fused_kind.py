@@ -1,4 +1,4 @@
-"""The form of a fused call, by which `fused_ready.py` keeps its code."""
+"""The form of a fused call, by which `fused_ready.py` caches its code."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

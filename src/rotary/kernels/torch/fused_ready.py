@@ -39,7 +39,7 @@ def quick(
     stages: Stages,
     out: Sequence[Tensor] | None,
 ) -> tuple[Result, Result, Result] | None:
-    """Compute `fused.fused` by code that is kept for calls of this form; None if it cannot."""
+    """Compute `fused.fused` by code that is cached for calls of this form; None if it cannot."""
     norm, cache, dtype, scales = stages
     weights, eps, add_one = _NOTHING, 0.0, False
     if norm is not None:

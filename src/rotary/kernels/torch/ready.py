@@ -1,8 +1,8 @@
 """Repeats a call whose arguments have the shapes, types and strides of an earlier one.
 
 For one token, computing how the tensors fit together takes several times as long as the rotation.
-So the result is kept behind a guard: the check, in C++, that `torch.compile` makes before it runs a
-compiled function. A guard compares the type, dtype, device, shape, strides and requires_grad of
+So the result is cached behind a guard: the check, in C++, that `torch.compile` makes before it runs
+a compiled function. A guard compares the type, dtype, device, shape, strides and requires_grad of
 each operand, and the dispatcher's state: vmap, grad, dispatch modes, jit.trace.
 
 A guard does not see make_fx, forward mode, grad mode, row numbers and shared memory, and takes an
@@ -43,7 +43,7 @@ Tables = tuple[Tensor, ...]  # cos and sin, perhaps row numbers; or only positio
 Run = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...] | None]
 Prepared = Callable[[Sequence[Tensor], Tables, Sequence[Tensor] | None], tuple[Tensor, ...]]
 Kind = TypeVar("Kind", bound=Hashable)
-_FORMS, _KINDS = 8, 256  # kept at most: forms of operands for each key of `recent`, and keys
+_FORMS, _KINDS = 8, 256  # cached at most: forms of operands for each key of `recent`, and keys
 _COMPARED = 256  # addresses, and distances of addresses, that `remember` keeps at most
 data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _is_nested: Callable[[Tensor], bool] = Tensor.is_nested.__get__  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def run(
     make: Callable[[Kind, Sequence[Tensor], Tables, Sequence[Tensor] | None], Run | None],
     kind_of: Callable[..., Kind],
 ) -> tuple[Tensor, ...] | None:
-    """Run the code that is kept for calls of this form; make and keep it if there is none.
+    """Run the cached code for calls of this form; make and cache it if there is none.
 
     make     makes the code for a kind and these tensors; None if there can be none
     kind_of  kind_of(*caller_options) is all that the code depends on besides the tensors
@@ -97,9 +97,9 @@ def run(
         codes = recent.get(key, ())
     except (AttributeError, TypeError):  # an operand is no tensor, or an option has no hash
         return None
-    for check, mode, kept in codes:
+    for check, mode, cached in codes:
         if check(*operands) and (mode is None or mode.is_on() is mode.wanted):
-            results = kept(xs, tables, out)
+            results = cached(xs, tables, out)
             if results is not None:
                 return results
     if is_watched():

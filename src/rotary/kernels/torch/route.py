@@ -70,7 +70,7 @@ def quick(
     tables: Sequence[object],
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...] | None:
-    """Rotate by code that is kept for calls of this form; None if there is none."""
+    """Rotate by code that is cached for calls of this form; None if there is none."""
     if is_recorded_by_dynamo():
         if len(tables) > 1:
             return None
@@ -89,7 +89,7 @@ def rotate_uncached(
     options: Options,
     out: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
-    """Check the arguments of `rotate`, and rotate without the code that `ready.py` keeps."""
+    """Check the arguments of `rotate`, and rotate without the code that `ready.py` caches."""
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, xs[0])
     geometry = _geometry(xs, cos, rows, options)

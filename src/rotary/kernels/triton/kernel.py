@@ -25,7 +25,7 @@ from .plan import ALIGNED, Angles, Plan, plan
 from .sources import Source, are_walked_alike, from_tables, from_turns
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FORMS = 256  # of tensors, for which `rotate_kept` keeps launches at most
+_FORMS = 256  # of tensors, for which `rotate_cached` caches launches at most
 _launches: dict[tuple[object, ...], Launch | None] = {}
 NUMBERS = (  # their values are not compiled in, so a new length does not wait for the compiler
     *("q_batch", "q_token", "q_head", "k_batch", "k_token", "k_head"),
@@ -315,10 +315,10 @@ def prepared(
     return by_addresses(kernel, launch.grid, arguments, _options(launch))
 
 
-def rotate_kept(
+def rotate_cached(
     xs: Sequence[Tensor], cos: Tensor, sin: Tensor, geometry: Geometry
 ) -> tuple[Tensor, ...]:
-    """Rotate as `rotate` does, into new tensors; the launch is kept for tensors of one form.
+    """Rotate as `rotate` does, into new tensors; the launch is cached for tensors of one form.
 
     For the layers that are exported without `torch/ready.py`, whose guards recognize a form faster.
     """
