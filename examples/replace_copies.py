@@ -1,6 +1,6 @@
 """The two RoPE classes that every code base copies, each replaced by one line.
 
-The interleaved class of the paper (GPT-J, rotary-embedding-torch) and the half-split class of
+The interleaved class of the paper (GPT-J, rotary-embedding-torch) and the half class of
 transformers (Llama, Mistral) are the same rotation of differently ordered channels: a permutation
 of the rows of W_q and W_k turns one into the other and keeps every score.
 """

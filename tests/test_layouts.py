@@ -1,4 +1,4 @@
-"""Pair layouts: pairs against loops, permutations as permutations."""
+"""Layouts: pairs against loops, permutations as permutations."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The two pair layouts, and the permutations of channels that convert one into the other.
+"""The two layouts, and the permutations of channels that convert one into the other.
 
 A pair is the two channels that are rotated together. `half` pairs channel i with i + d/2 (Llama,
 most of transformers); `interleaved` pairs 2i with 2i + 1 (the paper, GPT-J). Both are the same
@@ -22,7 +22,7 @@ _OTHER_NAMES: dict[str, Layout] = {  # in other programs, and of their functions
 
 
 def check(layout: str, name: str = "layout") -> None:
-    """Raise ValueError unless `layout` is the name of a pair layout.
+    """Raise ValueError unless `layout` is the name of a layout.
 
     >>> check("neox")
     Traceback (most recent call last):

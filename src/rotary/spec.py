@@ -30,8 +30,8 @@ class Rotary:
     start       first rotated channel
     base        the 10,000 of the paper (`rope_theta`)
     layout      pairs (i, i + rotary_dim/2): "half"; pairs (2i, 2i + 1): "interleaved"
-    out_layout  layout of the result, default `layout`. DeepSeek takes interleaved pairs and returns
-                half-split ones: out_layout="half"
+    out_layout  layout of the result, default `layout`. DeepSeek reads interleaved pairs and writes
+                them in the half layout: out_layout="half"
     schedule    name of a function in `rotary.schedules`
     params      its keyword-only arguments, under the names of transformers' `rope_parameters`
     axes        the position axis that each pair uses, (rotary_dim/2,); () if they are all 0.

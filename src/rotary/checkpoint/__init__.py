@@ -1,4 +1,4 @@
-"""Converts the weights of a checkpoint from one pair layout to the other.
+"""Converts the weights of a checkpoint from one layout to the other.
 
 The modules in the order of the work, through which `convert` passes a `plan.Conversion`:
 

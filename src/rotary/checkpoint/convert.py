@@ -1,4 +1,4 @@
-"""Converts a checkpoint to the other pair layout: shard by shard, resumable, verified.
+"""Converts a checkpoint to the other layout: shard by shard, resumable, verified.
 
 `prepare` reads, checks and plans; `carry_out` writes and verifies. The order of writing makes it
 safe: the shards, each of which is read again; the config; after a check of the scores the other
@@ -46,7 +46,7 @@ def convert_checkpoint(
     executor: Executor | None = None,
     advance: Advance | None = None,
 ) -> Converted:
-    """Write the checkpoint `source` into the folder `target`, its weights in the other pair layout.
+    """Write the checkpoint `source` into the folder `target`, its weights in the other layout.
 
     source        a folder of safetensors, sharded or not, or one file; of the files beside a single
                   file only the config is read, and written

@@ -62,7 +62,7 @@ def convert(
     dask: Dask = None,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint to the other pair layout.
+    """Convert a checkpoint to the other layout.
 
     Reorders the rows of the q and k projections, copies every other tensor, and verifies the
     files that it wrote.

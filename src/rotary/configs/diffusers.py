@@ -22,7 +22,7 @@ class Rule(NamedTuple):
     widths   key of the channels of each axis and their default; or a function of head_dim
     head     key of head_dim and its default; None if head_dim is the sum of the widths
     base     the base, or its key and default
-    layout   the pair layout
+    layout   the layout
     scale    key of a factor for each axis, which makes its base larger as NTK does
     """
 

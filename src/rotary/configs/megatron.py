@@ -66,8 +66,8 @@ def from_megatron(arguments: Mapping[str, JSON]) -> Rotary:
     length of 8192; `rotary_percent` is a leading slice; `position_embedding_type` "mrope" deals the
     pairs out to three axes by `mrope_section`, "yarn" reads `yarn_rotary_scaling_factor` and its
     companions. Multi-latent attention (`multi_latent_attention`, or `qk_pos_emb_head_dim` alone)
-    rotates `qk_pos_emb_head_dim` channels, reads interleaved pairs, writes half-split ones, and is
-    YaRN unless `rope_type` is "rope". There a missing `rotary_scaling_factor` is 40, as in
+    rotates `qk_pos_emb_head_dim` channels, reads the interleaved layout, writes the half layout,
+    and is YaRN unless `rope_type` is "rope". There a missing `rotary_scaling_factor` is 40, as in
     MLATransformerConfig; the scripts of Megatron-LM give 1.0, so `vars(args)` has it.
     Raises ValueError for an unknown argument of RoPE, for one that Megatron ignores or refuses
     beside the others, and for a position embedding that is not rotary.
