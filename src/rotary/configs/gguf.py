@@ -373,12 +373,12 @@ def _scaled(
         return dataclasses.replace(spec, schedule="longrope", params=params)
     if freqs is None and (schedule == "yarn" or attention_factor == 1.0):
         return spec
-    steps = inv_freq(spec)[0].tolist()
+    frequencies = inv_freq(spec)[0].tolist()
     if freqs is not None and len(freqs) < pairs:
         raise ValueError(f"rope_freqs.weight must hold {pairs} numbers > 0")
-    steps = [
-        0.0 if divisor >= STANDS_STILL else step / divisor
-        for step, divisor in zip(steps, freqs or [1.0] * pairs, strict=False)
+    frequencies = [
+        0.0 if divisor >= STANDS_STILL else frequency / divisor
+        for frequency, divisor in zip(frequencies, freqs or [1.0] * pairs, strict=False)
     ]
-    params = {"inv_freq": steps, "attention_factor": attention_factor}
+    params = {"inv_freq": frequencies, "attention_factor": attention_factor}
     return dataclasses.replace(spec, schedule="custom", params=params)

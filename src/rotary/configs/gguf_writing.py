@@ -101,11 +101,11 @@ def _scaling(
         raise ValueError(
             f"llama.cpp has no schedule {spec.schedule!r}, which depends on the length"
         )
-    steps, attention_factor = inv_freq(spec)
-    plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(steps))]
+    frequencies, attention_factor = inv_freq(spec)
+    plain = [spec.base ** (-2 * i / spec.rotary_dim) for i in range(len(frequencies))]
     divisors = [
-        own / step if step else STANDS_STILL
-        for own, step in zip(plain, steps.tolist(), strict=True)
+        own / frequency if frequency else STANDS_STILL
+        for own, frequency in zip(plain, frequencies.tolist(), strict=True)
     ]
     keys = {"attn_factor": attention_factor} if attention_factor != 1.0 else {}
     return keys, {"rope_freqs.weight": divisors}

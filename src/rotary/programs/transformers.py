@@ -71,7 +71,7 @@ def computed(case: Case) -> Result:
         warnings.simplefilter("ignore")  # such as the one for a factor < 1
         spec = rotary_of(config, lambda complaint: None)
     assert spec is not None  # a config without rotation is refused before
-    steps, factor = inv_freq(spec, case.seq_len)
+    frequencies, factor = inv_freq(spec, case.seq_len)
     words, advice = in_words(spec.schedule, spec.base, spec.params, case.seq_len), ""
     trained: int = spec.params.get("original_max_position_embeddings", 0)
     switch = {
@@ -85,12 +85,12 @@ def computed(case: Case) -> Result:
             if at > trained:
                 advice = ("transformers keeps the short list of phimoe beyond the trained length, "
                           "with long_mscale")  # fmt: skip
-            steps, words, at = inv_freq(spec)[0], "LongRoPE, short list", trained
+            frequencies, words, at = inv_freq(spec)[0], "LongRoPE, short list", trained
             switch = f"never: the short list always, with long_mscale beyond {trained}"
         words += f" at {at} tokens"
     elif case.rope.get("truncate") is False and config.truncate:
         advice = "transformers ignores truncate inside a nested rope_parameters"
-    return Result(words, np.asarray(steps), factor, switch, advice=advice)
+    return Result(words, np.asarray(frequencies), factor, switch, advice=advice)
 
 
 def _of_type(config: Config, rope_type: str) -> str:
