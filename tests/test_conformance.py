@@ -11,7 +11,7 @@ import rotary
 from rotary import Rotary
 from rotary.identify import identify
 from rotary.testing import CASES, WrongRotationError, check
-from rotary.testing.mistakes import mistakes
+from rotary.testing.faults import faults
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -100,7 +100,7 @@ def grown(length, factor, trained, d=64):
     return ladder(1e4 * growth ** (d / (d - 2)), d)
 
 
-RIGHT = {  # the formulas above without a mistake: that of the config
+RIGHT = {  # the formulas above without a fault: that of the config
     "Qwen3": (QWEN3, rope(ladder(1e6, 128))),
     "Llama 3.1": (LLAMA31, llama3(5e5, 128, 8.0, 8192)),
     "Llama 3.2": (LLAMA32, llama3(5e5, 64, 32.0, 8192)),
@@ -275,10 +275,10 @@ MODELS = {**{name: spec for name, (spec, _) in RIGHT.items()}, "Gemma 4": GEMMA4
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_known_mistake_is_named_for_this_model(name):
+def test_every_known_fault_is_named_for_this_model(name):
     """By its own code, or that of one before it which gives the same numbers."""
     spec, before = MODELS[name], {}
-    for code, _, wrong in mistakes(spec):
+    for code, _, wrong in faults(spec):
         before.setdefault(code, []).append(wrong)
 
         def fn(x, positions, wrong=wrong):
@@ -527,7 +527,7 @@ def test_what_is_skipped_is_not_named_either():
     assert codes(fn, QWEN3, skip=["input"]) == ("other_base",)
 
 
-def test_two_mistakes_at_once_are_both_told():
+def test_two_faults_at_once_are_both_told():
     spec = Rotary(head_dim=64, base=5e5)
     assert set(codes(rope(ladder(3e4, 64), "interleaved"), spec)) == {
         *("other_base", "other_layout", "other_out_layout"),

@@ -29,7 +29,7 @@ _SAMPLES = (0, 1, 1023, 131_071, 16_777_215, 2**39)
 
 
 class Finding(NamedTuple):
-    """One fault.
+    """Something that is wrong on some ranks.
 
     what   "versions", "spec", "kernel", "positions" or "tables"
     ranks  the ranks that have it

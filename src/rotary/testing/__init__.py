@@ -1,6 +1,6 @@
 """Tests whether a function of yours rotates as a spec says.
 
-`check(fn, spec)` compares a function with the plain formula in float64, and names the mistake where
+`check(fn, spec)` compares a function with the plain formula in float64, and names the fault where
 they differ. `vectors(specs)` gives the right numbers, for programs that Python cannot call:
 `rotary vectors` writes them into a file. pytest has the fixture `rotary_check`
 (`rotary.pytest_plugin`).

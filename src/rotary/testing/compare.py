@@ -1,4 +1,4 @@
-"""`check`: compares a function with the formula, and names the mistake if they differ."""
+"""`check`: compares a function with the formula, and names the fault if they differ."""
 
 import dataclasses
 import itertools
@@ -23,9 +23,9 @@ from ..identify import Identification, brief, callables, identify
 from ..kernels import Numbers as Array
 from ..layouts import pair_indices
 from ..spec import Rotary, check_whole
+from .faults import faults
 from .formula import rotated, tables
 from .golden import PER_POSITION
-from .mistakes import mistakes
 
 UNCLEAR = 0.5  # float32 angles that are off by more explain every result
 FAR = 4095  # the last row of a table of 4096; float32 angles are right to 1e-3 rad there
@@ -97,7 +97,7 @@ def check(
     tolerance: float = 1e-3,
     skip: Sequence[str] = (),
 ) -> None:
-    """Raise WrongRotationError, which names the mistake, unless fn rotates as its spec says.
+    """Raise WrongRotationError, which names the fault, unless fn rotates as its spec says.
 
     fn            f(x, positions) -> x, or f(q, k, cos, sin) -> (q, k) in the style of transformers,
                   or two callables of the first form, for q and for k; see `rotary.identify`
@@ -121,7 +121,7 @@ def check(
     the function takes them without an error, half as many heads of k as of q if f(q, k, cos, sin)
     takes them, far positions, the first call again, and whether an argument or the result of an
     earlier call was overwritten. The numbers of q and of k differ. If anything differs, it looks
-    for the mistake among `mistakes`, then by `identify`.
+    for the fault among `faults`, then by `identify`.
     Raises ValueError for a callable that cannot be called in any known way, and for a bad argument.
 
     >>> import rotary
@@ -296,8 +296,8 @@ def _rounded(calls: Sequence[Call], spec: Rotary, rules: Rules) -> Finding:
 
 
 def _known(spec: Rotary, trials: Sequence[Sequence[Call]], rules: Rules) -> tuple[Finding, ...]:
-    """Return the first known mistake that explains every result of a trial."""
-    for code, text, wrong in mistakes(spec):
+    """Return the first known fault that explains every result of a trial."""
+    for code, text, wrong in faults(spec):
         if wrong.num_axes == spec.num_axes and any(
             not any(_differs(call, wrong, rules) for call in calls) for calls in trials
         ):

@@ -1,6 +1,6 @@
-"""Published mistakes that give another valid RoPE; only the config shows that it is wrong.
+"""Published faults that give another valid RoPE; only the config shows that it is wrong.
 
-Each is the spec that a program computes in place of the right one. A function makes the mistake if
+Each is the spec that a program computes in place of the right one. A function has the fault if
 all its results agree with that spec.
 """
 
@@ -20,7 +20,7 @@ from ..positions import interleaved_sections, sections
 from ..spec import Rotary
 
 
-class Mistake(NamedTuple):
+class Fault(NamedTuple):
     """A stable `code`, what a program does wrong, and the RoPE that it computes then."""
 
     code: str
@@ -28,20 +28,20 @@ class Mistake(NamedTuple):
     spec: Rotary
 
 
-def mistakes(spec: Rotary) -> Iterator[Mistake]:
-    """Yield every known mistake that can be made with a spec.
+def faults(spec: Rotary) -> Iterator[Fault]:
+    """Yield every known fault that code for a spec can have.
 
     Sources are repository#number of the public threads in the comments; docs/conformance.md has
     them in a table.
 
-    >>> [each.code for each in mistakes(Rotary(head_dim=4, base=5e5))][:3]
+    >>> [each.code for each in faults(Rotary(head_dim=4, base=5e5))][:3]
     ['other_layout', 'other_layout', 'other_layout']
     """
     listed = (*_of_pairs(spec), *_of_slice(spec), *_of_axes(spec), *_of_base(spec),
              *_of_scaling(spec), *_of_attention_factor(spec))  # fmt: skip
     for code, text, wrong in listed:
         if wrong is not None and wrong != spec:
-            yield Mistake(code, text, wrong)
+            yield Fault(code, text, wrong)
 
 
 Row = tuple[str, str, Rotary | None]
