@@ -128,8 +128,8 @@ def _config(subject: object, part: str | None) -> Iterator[Finding]:
                 is_hint=True,
             )
         yield from _lengths(where, spec, config.get("max_position_embeddings"))
-        if config.layers_at_rest:
-            yield Finding(where, config.layers_at_rest)
+        if config.layers_without_rotation:
+            yield Finding(where, config.layers_without_rotation)
 
 
 def _rope(where: str, spec: Rotary | None) -> Finding:

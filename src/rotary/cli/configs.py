@@ -59,9 +59,9 @@ def inspect(
             print_table(title, [("rotation", "none: these layers have no rotary embedding")])
         else:
             entry = entry_of(config, kind, part)
-            at_rest = entry.layers_at_rest if entry else ""
+            unrotated = entry.layers_without_rotation if entry else ""
             rows = _inspection_rows(report)
-            print_table(title, [*rows, ("layers", at_rest)] if at_rest else rows)
+            print_table(title, [*rows, ("layers", unrotated)] if unrotated else rows)
     if others:
         typer.echo(f"other parts: {', '.join(others)}; choose one with --part", err=True)
 

@@ -111,10 +111,10 @@ def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
     elif schedule == "proportional":
         rotary_dim = head_dim
     else:
-        if config.share != 1 and not config.reads_share:
+        if config.partial_rotary_factor != 1 and not config.reads_partial_rotary_factor:
             complain(
-                f"partial_rotary_factor is {config.share}, but the code of {config.model_type!r} "
-                "rotates the whole head and ignores it; remove the key"
+                f"partial_rotary_factor is {config.partial_rotary_factor}, but the code of "
+                f"{config.model_type!r} rotates the whole head and ignores it; remove the key"
             )
         rotary_dim = config.rotary_dim
     layout = layout_of_weights(config.data, model)
@@ -163,7 +163,7 @@ def check_top(config: Config, complain: Complain) -> None:
     names = model.get("names", {})
     our_names = {theirs: ours for ours, theirs in names.items()}
     for key in config.unread:
-        name, share = our_names.get(key, key), config.share
+        name, share = our_names.get(key, key), config.partial_rotary_factor
         used = {"rope_theta": base or config.base, "partial_rotary_factor": share}.get(name)
         entry = rope_parameters(data).get(config.layer_type or "")  # its own value is the one read
         is_own = isinstance(entry, Mapping) and entry.get(name) is not None
@@ -240,8 +240,9 @@ def _parameters(
     params = {key: value for key, value in rope.items() if key in parameters(schedule)}
     params |= _translated(rope_type, schedule, rope)
     if schedule == "proportional":
-        width = config.rotary_dim if config.reads_width else None
-        params["partial_rotary_factor"] = width / config.head_dim if width else config.share
+        width = config.rotary_dim if config.reads_rotary_dim else None
+        share = width / config.head_dim if width else config.partial_rotary_factor
+        params["partial_rotary_factor"] = share
     written = params.get("truncate", True)  # transformers takes null for false
     if schedule == "yarn" and bool(written) != config.truncate:
         complain(

@@ -84,22 +84,22 @@ class Config(NamedTuple):
         return "full_attention" if rule.startswith("full_attention") else None
 
     @property
-    def layers_at_rest(self) -> str:
+    def layers_without_rotation(self) -> str:
         """How many layers take no rotation, and which, in words; "" if all rotate.
 
         >>> model = {"weights": {"without_rotation": "no_rope_layers"}}
-        >>> Config({}, {"num_hidden_layers": 36}, model, None, True).layers_at_rest
+        >>> Config({}, {"num_hidden_layers": 36}, model, None, True).layers_without_rotation
         '9 of 36 layers take no rotation: every fourth'
         """
         lists = [self.data.get(name) or () for name in ("layer_types", "no_rope_layers")]
         number = length("num_hidden_layers", self.data.get("num_hidden_layers"))
         count = max(map(len, lists)) or min(number or 0, MOST_LAYERS)
-        at_rest = sum(not self.rotates_layer(layer) for layer in range(count))
+        still = sum(not self.rotates_layer(layer) for layer in range(count))
         names = ("no_rope_layers", "no_rope_layer_interval")
         key = next((name for name in names if self.data.get(name)), "every fourth")
         kind = self.type_without_rotation
         which = f"type {kind}" if kind else key
-        return f"{at_rest} of {count} layers take no rotation: {which}" if at_rest else ""
+        return f"{still} of {count} layers take no rotation: {which}" if still else ""
 
     @property
     def window(self) -> int | None:
@@ -223,7 +223,7 @@ class Config(NamedTuple):
         return next((value for value in found if value is not None), None)
 
     @property
-    def share(self) -> float:
+    def partial_rotary_factor(self) -> float:
         """partial_rotary_factor of the file or the model's class, read by the code or not."""
         name = "partial_rotary_factor"
         # null: the whole head
@@ -236,30 +236,33 @@ class Config(NamedTuple):
         return share
 
     @property
-    def reads_width(self) -> bool:
+    def reads_rotary_dim(self) -> bool:
         """True if the model's code reads the number of rotated channels, under any name."""
         return "rotary_dim" in {**self.model, **self.model.get("names", {})}
 
     @property
-    def reads_share(self) -> bool:
+    def reads_partial_rotary_factor(self) -> bool:
         """True if the model's code reads partial_rotary_factor; Llama's ignores it."""
-        return self.reads_width or "partial_rotary_factor" in self.model
+        return self.reads_rotary_dim or "partial_rotary_factor" in self.model
 
     @property
     def rotary_dim(self) -> int:
-        """How many channels the model's code rotates: `share` of the head if it reads that."""
+        """How many channels the code rotates, by `partial_rotary_factor` if it reads that."""
         if self.data.get("rope_dim") is not None and not self.model_type:  # vLLM's name of it
             return whole_number("rope_dim", self.data["rope_dim"])
-        width = self.get("rotary_dim") if self.reads_width else None
+        width = self.get("rotary_dim") if self.reads_rotary_dim else None
         if width is not None and self.rope.get("partial_rotary_factor") is None:
-            if "partial_rotary_factor" in self.data and int(self.head_dim * self.share) != width:
+            if (
+                "partial_rotary_factor" in self.data
+                and int(self.head_dim * self.partial_rotary_factor) != width
+            ):
                 raise ValueError(
                     f"rotary_dim {width!r} and partial_rotary_factor "
                     f"{self.data['partial_rotary_factor']!r} of head_dim {self.head_dim} disagree; "
                     "keep one"
                 )
             return whole_number("rotary_dim", width)
-        share = self.share if self.reads_share else 1.0
+        share = self.partial_rotary_factor if self.reads_partial_rotary_factor else 1.0
         rotary_dim = int(self.head_dim * share)
         if rotary_dim % 2 and rotary_dim < self.head_dim:
             raise ValueError(

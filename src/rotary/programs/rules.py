@@ -113,7 +113,10 @@ def proportional(case: Case, advice: str = "") -> Result:
 
     The exponent is relative to the whole head, and pairs beyond the share stand still.
     """
-    params = {"partial_rotary_factor": case.config.share, "factor": case.rope.get("factor", 1.0)}
+    params = {
+        "partial_rotary_factor": case.config.partial_rotary_factor,
+        "factor": case.rope.get("factor", 1.0),
+    }
     return computed(
         case._replace(dim=case.config.head_dim), "proportional", advice=advice, **params
     )

@@ -104,10 +104,11 @@ def _as_its_code_reads(case: Case) -> Config:
     ignored = {"type", "max_trained_positions", "attn_factor", "extrapolation_factor"}
     ignored |= set() if config.model.get("alpha") else {"alpha"}
     data, model = config.data, config.model
-    if not config.reads_share and case.rope_type == "default":
+    if not config.reads_partial_rotary_factor and case.rope_type == "default":
         ignored.add("partial_rotary_factor")
         data = {key: data[key] for key in data if key != "partial_rotary_factor"}
-    elif not config.reads_share:  # the functions of the scaled types read it for every model
+    elif not config.reads_partial_rotary_factor:
+        # the functions of the scaled types read it for every model
         model = {**model, "partial_rotary_factor": 1.0}
     rope = {key: value for key, value in config.rope.items() if key not in ignored}
     return config._replace(rope={**rope, "rope_type": case.rope_type}, data=data, model=model)

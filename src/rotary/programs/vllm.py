@@ -24,12 +24,13 @@ def opens(case: Case) -> Case:
     if new is not None and old is not None and new != old and not renamed:
         raise RefusedError(f"ValueError: conflict between rope_type={new} and type={old}")
     case, config = transformers.opens(case), case.config
-    if config.reads_share or config.share == 1:
+    if config.reads_partial_rotary_factor or config.partial_rotary_factor == 1:
         return case
     advice = "Remove partial_rotary_factor: vLLM obeys it, transformers ignores it here"
     is_ignored_there = case.rope_type == "default"
     return case._replace(
-        dim=int(config.head_dim * config.share), advice=advice if is_ignored_there else ""
+        dim=int(config.head_dim * config.partial_rotary_factor),
+        advice=advice if is_ignored_there else "",
     )
 
 
