@@ -324,7 +324,7 @@ def test_what_is_no_text_is_refused():
     image = Rotary(head_dim=8, schedule="axial", params={"num_axes": 2}, axes=(0, 0, 1, 1))
     with pytest.raises(ValueError, match="this spec has 'axial'"):
         plan(1024, image)
-    with pytest.raises(ValueError, match="max_position_embeddings, the length of its training"):
+    with pytest.raises(ValueError, match="max_position_embeddings, the trained length"):
         plan_model({"head_dim": 64}, 1024)
     with pytest.raises(ValueError, match="trained must be in 1"):
         plan(1024, LLAMA_2, -1)

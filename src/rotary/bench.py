@@ -1,6 +1,6 @@
 """Times a rotation next to a copy of the same bytes.
 
-Every round runs every case once, so that a noisy neighbor or a change of the clock rate affects all
+Every round runs every case once, so that other work or a change of the clock rate affects all
 cases. Their medians, and ratios of medians, are comparable even if single times are not.
 """
 

@@ -201,7 +201,7 @@ def callables(
 def load(target: str) -> Callable[..., object]:
     """Import the callable "module:function" or "path/to/file.py:function"; its file is executed.
 
-    Modules are looked for in the current folder too, and a file can import its neighbors.
+    Modules are looked for in the current folder too, and a file can import its neighbours.
     Raises ValueError, in one line, for a target that cannot be read, run or called.
 
     >>> load("math:sqrt")(4.0)

@@ -73,7 +73,7 @@ def plan(
 ) -> Plan:
     """Recommend a base or a scaling with which `spec` reaches `context` tokens.
 
-    trained     the length of the training that made the weights; None before any training
+    trained     the trained length of the weights; None before any training
     advertised  the length the model reaches as it is; default `trained`. For a yarn spec it is at
                 least factor * original_max_position_embeddings
     progress    called with the share of the search that is done, 0 .. 1
@@ -114,7 +114,7 @@ def recommend_model(
         raise ValueError(f"{where} has no rotation")
     trained, advertised = lengths(spec, entry)
     if trained is None:
-        raise ValueError("the config has no max_position_embeddings, the length of its training")
+        raise ValueError("the config has no max_position_embeddings, the trained length")
     return recommend_layers(entry, spec, context, trained, advertised)
 
 

@@ -111,7 +111,7 @@ def reach(
 ) -> Reach:
     """Compute how far a RoPE reaches within `length` tokens.
 
-    trained   the length of the training the frequencies come from; default `length`
+    trained   the trained length of the frequencies; default `length`
     original  the RoPE of that training; default `analysis.before_scaling(spec)`, which takes linear
               and ntk as trained
     nope_head_dim  channels of a head beside those of `spec`: qk_nope_head_dim of latent attention

@@ -14,7 +14,7 @@ class Plan(NamedTuple):
     """What `plan` recommends; lengths and distances are in tokens.
 
     context        the length to be reached
-    trained        the length of the training, None before any training
+    trained        the trained length, None before any training
     spec           the present RoPE
     action         "keep", "base" (train with another base) or "scaling" (of trained weights)
     recommended    the RoPE to use

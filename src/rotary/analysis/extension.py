@@ -182,7 +182,7 @@ def compare(spec: Rotary, trained: int, target: int, *, nope_head_dim: int = 0) 
     unseen            share of angles never seen in training at the last position (`unseen_share`);
                       use without tuning needs 0
     lowest            smallest B_m divided by the number of pairs, in -1..1
-    fastest_ratio     new over old frequency of the fastest pair: below 1, neighbors are closer
+    fastest_ratio     new over old frequency of the fastest pair: below 1, neighbours are closer
     slowest_ratio     the same for the slowest pair: trained / target keeps it inside its arc
     attention_factor  what multiplies cos and sin
     Raises as `methods`.

@@ -50,10 +50,10 @@ def of_widest_heads(seen: Sequence[Rotation]) -> list[Rotation]:
 
 
 def forwards(seen: Sequence[Rotation]) -> list[Rotation]:
-    """Drop what is turned back after two or more arrays were turned as the first one.
+    """Drop what is rotated back after two or more arrays were rotated as the first one.
 
-    DeepSeek V4 rotates q and k, and rotates what its attention returns back. A model that turns
-    only k back keeps all, since it is at fault.
+    DeepSeek V4 rotates q and k, and rotates what its attention returns back. A model that rotates
+    only k back keeps all, since it is wrong.
     """
     first = seen[0].turned
 

@@ -1,7 +1,7 @@
 """Plans which tensors are reordered to convert a checkpoint, as plain data.
 
 Applying one permutation to the rows of both W_q and W_k of a head changes no score. So a layer
-without rotation may be reordered or not, as its rotating neighbors need.
+without rotation may be reordered or not, as its rotating neighbours need.
 """
 
 import math

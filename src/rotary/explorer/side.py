@@ -95,7 +95,7 @@ class Look:
 
     plain    the same base and channels without any scaling
     before   the RoPE of the training, by `spectrum.before_scaling`; gives the critical dimension
-    trained  length of the training before an extension;  context  the requested length
+    trained  the trained length, before an extension;  context  the requested length
     advertised  the length that the model reaches as published
     side     the controls that all of it was made from
     """

@@ -1,6 +1,6 @@
 """The plug-in for LMCache: `rotary.rerotate` moves cached keys instead of LMCache's kernel.
 
-LMCache reuses the keys of a text at other positions (CacheBlend). Its kernel turns a key back by
+LMCache reuses the keys of a text at other positions (CacheBlend). Its kernel rotates a key back by
 one row of the server's table and forward by another. `install(spec)` puts `rerotate` in its place:
 
     from rotary.integrations import lmcache

@@ -4,7 +4,7 @@
     y = n rotated                              the formula of `kernels/numpy.py`
     z = round(y / scale)                       to the dtype of x, or `dtype`, or that of the cache
 
-Stages that the call does not ask for are left out. Nothing is rounded between stages. Every other
+Steps that the call does not ask for are left out. Nothing is rounded between steps. Every other
 kernel agrees with it.
 """
 
@@ -45,7 +45,7 @@ def fused(
     stages: Stages,
     out: Sequence[Array] | None,
 ) -> tuple[Result, Result, Result]:
-    """Return q, k, v after all stages; None for one not passed, or written to the cache.
+    """Return q, k, v after all steps; None for one not passed, or written to the cache.
 
     Arguments and errors are those of `rotary.fused`.
     """

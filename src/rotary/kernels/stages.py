@@ -102,7 +102,7 @@ class LatentCache:
 
 
 class Stages(NamedTuple):
-    """The stages of a fused call besides the rotation; `scales` are for the q, k, v returned."""
+    """The steps of a fused call besides the rotation; `scales` are for the q, k, v returned."""
 
     norm: Norm | None = None
     cache: KVCache | LatentCache | None = None

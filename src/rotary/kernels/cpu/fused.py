@@ -27,7 +27,7 @@ def fused(
     stages: Stages,
     out: Sequence[Array] | None,
 ) -> tuple[Result, Result, Result]:
-    """Return q, k and v after all stages, as `kernels/numpy_fused.py` computes them.
+    """Return q, k and v after all steps, as `kernels/numpy_fused.py` computes them.
 
     Arguments and errors are those of `rotary.fused`. The formula takes the calls whose arrays the
     loops cannot read as they are, and raises the errors that the loops do not.

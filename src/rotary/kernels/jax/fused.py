@@ -86,7 +86,7 @@ def fused(
     stages: Stages,
     out: object,
 ) -> tuple[Result, Result, Result]:
-    """Return q, k and v after all stages, or the new caches in the place of k and v.
+    """Return q, k and v after all steps, or the new caches in the place of k and v.
 
     Arguments and errors are those of `rotary.fused`.
     """

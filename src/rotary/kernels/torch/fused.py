@@ -84,7 +84,7 @@ def fused(
     stages: Stages,
     out: Sequence[Tensor] | None,
 ) -> tuple[Result, Result, Result]:
-    """Return q, k, v after all stages; None for one not passed, or written to the cache.
+    """Return q, k, v after all steps; None for one not passed, or written to the cache.
 
     Arguments and errors are those of `rotary.fused`.
     """

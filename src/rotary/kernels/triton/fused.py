@@ -107,7 +107,7 @@ def all_stages(
     WRITE_HALF: tl.constexpr, NORM: tl.constexpr, ADD_ONE: tl.constexpr, SLOTS: tl.constexpr,
     SCALE: tl.constexpr, FORM: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Take all stages for one array, of whose heads this program has part `part` of `parts`.
+    """Take all steps for one array, of whose heads this program has part `part` of `parts`.
 
     With SLOTS y is a cache, whose rows are at `place` of `page`; a token of page -1 is not stored.
     """
@@ -220,7 +220,7 @@ def kernel(
     V_DIM: tl.constexpr, V_REST: tl.constexpr, V_NORM: tl.constexpr, V_SCALE: tl.constexpr,
     V_FORM: tl.constexpr, V_LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Take all stages for a block of tokens and a part of the heads of q, k or v.
+    """Take all steps for a block of tokens and a part of the heads of q, k or v.
 
     A table row is at `row_batch b + row_token t`, or `step` times the number found there in `rows`;
     COLUMN is the stride between its columns. With GRID_3D the grid has an axis each for parts,

@@ -214,7 +214,7 @@ def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
 
 
 def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Merge neighboring axes that one stride can step through."""
+    """Merge neighbouring axes that one stride can step through."""
     result: list[tuple[int, tuple[int, ...]]] = []
     for size, steps in axes:
         if result and all(a == size * b for a, b in zip(result[-1][1], steps, strict=True)):
