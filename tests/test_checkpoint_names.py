@@ -220,19 +220,19 @@ def test_names_of_other_code_bases_are_known(tensor, model, kind):
 def test_a_name_that_looks_like_a_query_or_a_key_and_fits_no_rule_is_refused(tensor):
     known = "model.layers.0.self_attn.k_proj.weight"
     with pytest.raises(ValueError, match=re.escape(f"{tensor!r} looks like a query or a key")):
-        names.recognised([known, tensor], "llama")
+        names.recognized([known, tensor], "llama")
 
 
 def test_a_name_that_is_left_on_purpose_is_listed_and_one_that_is_not_there_refused():
     known, odd = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.memory.keys.weight"
-    found = names.recognised([known, odd], "llama", ["*.memory.keys.*"])
+    found = names.recognized([known, odd], "llama", ["*.memory.keys.*"])
     assert [(name.tensor, name.kind) for name in found] == [(known, "key"), (odd, "left")]
     with pytest.raises(
         ValueError, match=r"leave names '\*\.values', but no tensor has such a name"
     ):
-        names.recognised([known, odd], "llama", [odd, "*.values"])
+        names.recognized([known, odd], "llama", [odd, "*.values"])
     with pytest.raises(TypeError, match=r"got a string: pass leave=\['\*\.keys\.\*'\]"):
-        names.recognised([known, odd], "llama", "*.keys.*")
+        names.recognized([known, odd], "llama", "*.keys.*")
 
 
 ATTENTION = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2)
@@ -244,12 +244,12 @@ ATTENTION = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2)
 def test_of_a_layer_that_moves_no_known_query_or_key_may_be_left(leave):
     """The keys stayed alone, all scores were wrong, and the proof found no difference."""
     with pytest.raises(ValueError, match=r"^leave names .*take it out of leave \(--leave\)$"):
-        names.recognised(ATTENTION, "qwen3", [leave])
+        names.recognized(ATTENTION, "qwen3", [leave])
 
 
 @pytest.mark.parametrize("leave", ["*.1.*", "*k_proj.scales"])
 def test_a_whole_layer_and_what_holds_no_channels_may_be_left(leave):
-    found = names.recognised(ATTENTION, "qwen3", [leave])
+    found = names.recognized(ATTENTION, "qwen3", [leave])
     left = [name.tensor for name in found if name.kind == names.LEFT]
     assert left == [tensor for tensor in ATTENTION if fnmatch.fnmatchcase(tensor, leave)]
 
@@ -278,11 +278,11 @@ def test_an_encoder_that_rotates_by_itself_is_left():
 
 def test_no_query_and_no_key_at_all_is_refused_with_a_few_names():
     with pytest.raises(ValueError, match=r"the first names are: lm_head\.weight, a\.b$"):
-        names.recognised(["lm_head.weight", "a.b"])
+        names.recognized(["lm_head.weight", "a.b"])
     with pytest.raises(ValueError, match="the first names are: none"):
-        names.recognised([])
+        names.recognized([])
     with pytest.raises(ValueError, match="no tensor is a query or key projection"):
-        names.recognised(["visual.blocks.0.attn.qkv.weight"])
+        names.recognized(["visual.blocks.0.attn.qkv.weight"])
 
 
 REFUSED = {
@@ -295,7 +295,7 @@ REFUSED = {
 @pytest.mark.parametrize("model", REFUSED)
 def test_models_that_cannot_be_converted_say_why(model):
     with pytest.raises(ValueError, match=f"{model!r} cannot be converted: {REFUSED[model]}"):
-        names.recognised(["layers.0.self_attn.q_proj.weight"], model)
+        names.recognized(["layers.0.self_attn.q_proj.weight"], model)
 
 
 def test_every_rule_has_a_kind_that_is_known_and_says_why_it_leaves():

@@ -1,6 +1,6 @@
 """Designs frequencies whose B_m / B_0 comes nearest to a wanted curve over distance.
 
-B_m / B_0, the mean of cos(m theta_i) over the pairs, says how much attention favors a similar key
+B_m / B_0, the mean of cos(m theta_i) over the pairs, says how much attention favours a similar key
 at distance m (`bounds.similarity`). The order of the pairs does not matter in a mean, so
 frequencies are returned fastest first. `fitting` has the numerics.
 """

@@ -138,7 +138,7 @@ def mixed_cos_sin(directions: Array, positions: Array) -> tuple[Array, Array]:
                 head of one layer; on torch a parameter, which gets its gradient
     positions   (seq, axes) or (batch, seq, axes). Whole numbers give exact turns: any offset gives
                 the same scores. Fractions give float64 products.
-    The tables are (1 or batch, heads, seq, pairs) in the type of directions, for 4-D q and k:
+    The tables are (1 or batch, heads, seq, pairs) in the dtype of directions, for 4-D q and k:
     `rotate((q, k), cos, sin, layout="interleaved")`, or "half", as the model pairs its channels.
     Raises ValueError for shapes that do not fit.
     Source: Heo et al. (arXiv 2403.13298), section 3.2, mixed learnable frequencies.

@@ -161,7 +161,7 @@ def _check_tokens(q: Array, k: Array, v: Array) -> None:
 def _by_chunks(
     features: tuple[Array, Array, Array, Array], v: Array, state: LinearState | None, size: int
 ) -> tuple[Array, Array, Array]:
-    """Return the output, in the type of v, and the sums s and z after the last token."""
+    """Return the output, in the dtype of v, and the sums s and z after the last token."""
     q, k, rotated_q, rotated_k = features
     xp, out_type, v = namespace(q), v.dtype, at_least_float32(v)
     if state is None:

@@ -111,7 +111,7 @@ def softmax_attention(
 
 
 def weighted(scores: Array, visible: Array | None, v: Array) -> Array:
-    """Return softmax(scores) v over the visible keys, in the type of v; zeros if there are none."""
+    """Return softmax(scores) v over the visible keys, in the dtype of v; zeros for no keys."""
     xp = namespace(scores)
     if not scores.shape[-1]:
         return cast(scores, v.dtype) @ v

@@ -204,7 +204,7 @@ def _holds_channels(name: Name) -> bool:
     return is_value and name.kind not in (LEFT, "output")
 
 
-def recognised(
+def recognized(
     tensors: Iterable[str], model: str = "", leave: Sequence[str] = ()
 ) -> tuple[Name, ...]:
     """Classify all tensors that hold or look like queries or keys, in their order.
@@ -214,9 +214,9 @@ def recognised(
     parameter is not known, if no tensor is to be moved, and for a name in `leave` that no tensor
     has, or that is a known query or key while others of its layer move.
 
-    >>> [name.kind for name in recognised(["layers.0.attention.wk.weight"])]
+    >>> [name.kind for name in recognized(["layers.0.attention.wk.weight"])]
     ['key']
-    >>> recognised(["layers.0.self_attn.my_q_proj.weight"])
+    >>> recognized(["layers.0.self_attn.my_q_proj.weight"])
     Traceback (most recent call last):
     ValueError: tensor 'layers.0.self_attn.my_q_proj.weight' looks like a query or a key, but \
 its name is not known; if it is neither, copy it unchanged with --leave (leave=[...])

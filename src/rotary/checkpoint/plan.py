@@ -24,7 +24,7 @@ from .names import (
     LEFT,
     Name,
     code_base,
-    recognised,
+    recognized,
     unknown_in_attention,
     widened_layer,
 )
@@ -212,7 +212,7 @@ def plan(
             f"{layouts[0]}; for weights that were moved before give --trust-source "
             "(trust_source=True)"
         )
-    names = recognised(tensors, model, leave)
+    names = recognized(tensors, model, leave)
     wide = {widened_layer(name): (name, tensor) for name, tensor in tensors.items()}
     projections: dict[str, dict[str, Tensor]] = {}
     for name in names:

@@ -86,7 +86,7 @@ def design(
 ) -> None:
     """Find frequencies for a wanted decay by distance.
 
-    The decay says how much a similar key is favored at each distance. For models that are trained
+    The decay says how much a similar key is favoured at each distance. For models that are trained
     with these frequencies from the start. Prints how near they come, how near any could, and
     whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
     """

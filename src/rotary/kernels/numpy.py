@@ -3,7 +3,7 @@
     first  of a pair:  x cos - y sin
     second of a pair:  y cos + x sin
 
-float32 inside (float64 for float64 input), rounded once to the type of x. Nothing is fused, so the
+float32 inside (float64 for float64 input), rounded once to the dtype of x. Nothing is fused, so the
 float32 result is that of the formula that every code base uses.
 """
 
