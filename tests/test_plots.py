@@ -820,7 +820,7 @@ def test_without_matplotlib_the_error_says_what_to_install():
         "import sys; sys.modules['matplotlib'] = None\n"
         "try:\n    import rotary.plots\nexcept ValueError as error:\n    print(error)"
     )
-    assert missing.stdout == "pictures need matplotlib: pip install matplotlib\n"
+    assert missing.stdout == "plots need matplotlib: pip install matplotlib\n"
 
 
 def test_settings_of_the_process_stay_as_they_are():

@@ -9,7 +9,7 @@ points of a longer curve are drawn.
 try:
     import matplotlib as _matplotlib  # noqa: F401
 except ImportError as error:
-    raise ValueError("pictures need matplotlib: pip install matplotlib") from error
+    raise ValueError("plots need matplotlib: pip install matplotlib") from error
 
 from .dark import dark as dark
 from .distance import decay as decay

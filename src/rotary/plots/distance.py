@@ -1,4 +1,4 @@
-"""Pictures of long-term decay: the curve of the paper, scores, their terms, partial sums."""
+"""Plots of long-term decay: the curve of the paper, scores, their terms, partial sums."""
 
 import math
 from collections.abc import Sequence

@@ -26,9 +26,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     An old file stays until the new one is complete. No folder is created.
     Raises ValueError for another suffix or a missing folder; OSError if the file cannot be written.
 
-    >>> save(Figure(), "picture.jpg")
+    >>> save(Figure(), "plot.jpg")
     Traceback (most recent call last):
-    ValueError: pictures are written as .png, .svg or .pdf; got 'picture.jpg'
+    ValueError: plots are written as .png, .svg or .pdf; got 'plot.jpg'
     """
     if not isinstance(figure, Figure):
         raise ValueError(f"save writes a matplotlib Figure, got {type(figure).__name__}")
@@ -39,9 +39,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 def check_target(path: str | os.PathLike[str]) -> Path:
     """Return the file that `save` writes for `path`; ValueError for a path that it refuses.
 
-    >>> check_target("picture.jpg")
+    >>> check_target("plot.jpg")
     Traceback (most recent call last):
-    ValueError: pictures are written as .png, .svg or .pdf; got 'picture.jpg'
+    ValueError: plots are written as .png, .svg or .pdf; got 'plot.jpg'
     """
     target = Path(os.path.realpath(path))  # a symbolic link is followed, not replaced
     _check_suffix(target.suffix.lower(), os.fspath(path))
@@ -67,7 +67,7 @@ def rendered(figure: Figure, suffix: str) -> bytes:
 
 def _check_suffix(suffix: str, name: object) -> None:
     if suffix not in METADATA:
-        raise ValueError(f"pictures are written as .png, .svg or .pdf; got {name!r}")
+        raise ValueError(f"plots are written as .png, .svg or .pdf; got {name!r}")
 
 
 def _replace(target: Path, content: bytes) -> None:

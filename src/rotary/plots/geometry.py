@@ -1,4 +1,4 @@
-"""Pictures of pairs, layouts of channels, axes, positions and ranks."""
+"""Plots of pairs, layouts of channels, axes, positions and ranks."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Pictures that compare models, and measured times with the speed of memory."""
+"""Plots that compare models, and measured times with the speed of memory."""
 
 from collections.abc import Mapping, Sequence
 

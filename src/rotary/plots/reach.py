@@ -1,4 +1,4 @@
-"""Pictures of the reach: first failures, the smallest base for a context, rounded angles."""
+"""Plots of the reach: first failures, the smallest base for a context, rounded angles."""
 
 import itertools
 from collections.abc import Mapping, Sequence

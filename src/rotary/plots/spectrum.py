@@ -1,4 +1,4 @@
-"""Pictures of frequencies: wavelengths, their change by an extension, angles seen in training."""
+"""Plots of frequencies: wavelengths, their change by an extension, angles seen in training."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Shared parts of all pictures: colours, names of curves, empty panels, the legend."""
+"""Shared parts of all plots: colours, names of curves, empty panels, the legend."""
 
 import math
 import textwrap
@@ -42,14 +42,14 @@ def named(specs: Specs, most: int = MAX_CURVES) -> dict[str, Rotary]:
     else:
         raise ValueError(f"specs must be a Rotary, a list or a dict of them, got {specs!r:.80}")
     if not 0 < len(pairs) <= most:
-        raise ValueError(f"this picture takes 1 to {most} specs, got {len(pairs)}")
+        raise ValueError(f"this plot takes 1 to {most} specs, got {len(pairs)}")
     by_name: dict[str, Rotary] = {}
     for name, spec in pairs:
         if not isinstance(spec, Rotary):
             raise ValueError(f"specs must hold Rotary, got {spec!r:.80} for {plain(name)!r}")
         if spec.head_dim > MAX_HEAD_DIM:
             raise ValueError(
-                f"pictures show heads of up to {MAX_HEAD_DIM} channels, got {spec.head_dim}"
+                f"plots show heads of up to {MAX_HEAD_DIM} channels, got {spec.head_dim}"
             )
         label, again = plain(name), 2
         while label in by_name:
