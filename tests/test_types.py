@@ -1,5 +1,6 @@
 """The types that a user's editor shows: an array of one library in gives the same library out."""
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -27,6 +28,14 @@ def test_a_type_checker_infers_the_types_of_user_code(checker):
     command = [sys.executable, "-m", checker, *COMMANDS[checker], "tests/user_code.py"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_type_checker_sees_what_is_imported_at_its_first_use():
+    """In `if TYPE_CHECKING:` there is an import for each name that `__getattr__` imports."""
+    tree = ast.parse(Path(rotary.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname for node in imports for alias in node.names}
+    assert {*rotary._MODULES, *rotary._NEED_TORCH} - seen == set()
 
 
 def test_any_stands_in_few_lines_of_the_source():

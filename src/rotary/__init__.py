@@ -35,7 +35,9 @@ from .spec import Rotary as Rotary
 if TYPE_CHECKING:
     from . import analysis as analysis
     from . import attention as attention
+    from . import audit as audit
     from . import checkpoint as checkpoint
+    from . import configs as configs
     from . import identify as identify
     from . import nn as nn
     from . import plan as plan
