@@ -53,19 +53,21 @@ def is_contiguous(block: Block) -> bool:
     return all(size == 1 or step == other for size, step, other in steps)
 
 
-def check_overlap(xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Block]]) -> None:
+def check_overlap(
+    xs: Sequence[tuple[int, Block]], outs: Sequence[tuple[int, Block]], in_place: bool = True
+) -> None:
     """Refuse outputs that share memory with themselves, each other, or any input but their own.
 
-    Each block comes with its address. An output may be its own input, in place, if the address and
-    the strides are equal. Blocks of another dtype than SIZES has are skipped: no kernel reads or
-    writes them, they are converted first or refused for their dtype.
+    Each block comes with its address. If `in_place`, an output may be the input of its index, with
+    the same address and strides. Blocks of another dtype than SIZES has are skipped: no kernel
+    reads or writes them, they are converted first or refused for their dtype.
     """
     for index, out in enumerate(outs):
         if out[1].dtype not in SIZES:
             continue
         if not is_injective(out[1]):
             raise ValueError("out has elements that share memory, as an expanded array has")
-        others = [x for other, x in enumerate(xs) if other != index or x != out]
+        others = [x for other, x in enumerate(xs) if not in_place or other != index or x != out]
         for other in (*others, *outs[:index]):
             if other[1].dtype in SIZES and _share_bytes(out, other):
                 raise ValueError(

@@ -112,7 +112,8 @@ def check_out(inputs: Sequence[Array], out: Sequence[Array]) -> None:
         check_like("input", x, y)
         if not y.flags.writeable:
             raise ValueError("out is read-only")
-    check_overlap(*[[(address(array), block(array)) for array in group] for group in (inputs, out)])
+    both = [[(address(array), block(array)) for array in group] for group in (inputs, out)]
+    check_overlap(both[0], both[1])
 
 
 def check_like(name: str, x: Operand, out: Operand) -> None:

@@ -69,8 +69,9 @@ def fused(
         updates.extend(into_cache(k, v, cache, fitted))
 
     if v is not None and not is_changed and out is not None:
-        # v is returned as it is, so no output may be it: at two indices, neither is that of its own
-        check_overlap(*[[(address(x), block(x)) for x in group] for group in ((v, v), out)])
+        # v is returned as it is, so no output may be it
+        of_outs = [(address(y), block(y)) for y in out]
+        check_overlap([(address(v), block(v))], of_outs, in_place=False)
     results = finished(LIBRARY, of_v, turned, name_of(q.dtype), fitted, stages, store)
     if out is not None:
         updates += into_outputs(results, out)

@@ -70,8 +70,7 @@ def _by_loops(
     read += [each for each in (rows, slots) if each is not None]
     if out is not None and not _are_apart(read, outs):
         return None
-    # cos comes first, so that no cache is at the index of its own input: none may be in place
-    if caches and not _are_apart([cos, sin, *read, *outs], caches):
+    if caches and not _are_apart([*read, *outs], caches, in_place=False):
         return None
     shapes = [None if x is None else x.shape for x in (q, k, v)]
     fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
@@ -84,10 +83,11 @@ def _by_loops(
     return (outs[0], None, None) if stored(call, q, k, v, outs[0], cache) else None
 
 
-def _are_apart(read: Sequence[Array], written: Sequence[Array]) -> bool:
-    """Return whether no written array overlaps another, except the input at its own index."""
+def _are_apart(read: Sequence[Array], written: Sequence[Array], in_place: bool = True) -> bool:
+    """Return whether no written array overlaps another, as `check_overlap` says."""
+    both = [[(address(x), block(x)) for x in group] for group in (read, written)]
     try:
-        check_overlap(*[[(address(x), block(x)) for x in group] for group in (read, written)])
+        check_overlap(both[0], both[1], in_place)
     except ValueError:
         return False
     return True

@@ -122,18 +122,22 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
-def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Refuse outputs that must not be written, or that share memory with what is still read."""
+def check_writable(inputs: Sequence[Tensor], out: Sequence[Tensor], in_place: bool = True) -> None:
+    """Refuse outputs that must not be written, or that share memory with what is still read.
+
+    If `in_place`, an output may be the input at its index.
+    """
     if all(map(has_memory, (*inputs, *out))):
-        check_memory(inputs, out)
+        check_memory(inputs, out, in_place)
     else:
         check_no_inference(out)
 
 
-def check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+def check_memory(inputs: Sequence[Tensor], out: Sequence[Tensor], in_place: bool = True) -> None:
     """Do the same for tensors that all have memory."""
     check_no_inference(out)
-    check_overlap(*[[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)])
+    both = [[(x.data_ptr(), form(x)) for x in group] for group in (inputs, out)]
+    check_overlap(both[0], both[1], in_place)
 
 
 def check_no_inference(out: Sequence[Tensor]) -> None:
@@ -156,7 +160,7 @@ def check_outputs(
     check_separate(inputs, out)
 
 
-def check_separate(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+def check_separate(inputs: Sequence[Tensor], out: Sequence[Tensor], in_place: bool = True) -> None:
     """Do what `check_writable` does, faster if every tensor has a storage of its own.
 
     Nothing is checked while torch.compile records the call, and inside transforms such as vmap.
@@ -168,9 +172,9 @@ def check_separate(inputs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
     for index, (low, high) in enumerate(spans[len(inputs) :]):
         for other, (first, last) in enumerate(spans[: len(inputs) + index]):
-            is_own = other == index and tensors[other] is out[index]
+            is_own = in_place and other == index and tensors[other] is out[index]
             if low < last and first < high and not is_own:
-                check_writable(inputs, out)
+                check_writable(inputs, out, in_place)
                 return
     check_no_inference(out)
 

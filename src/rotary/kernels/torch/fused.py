@@ -178,8 +178,7 @@ def by_loops(
         return outs[0], None if k is None else outs[1], v
     memory = arrays_of(cache)
     slots = slots_of(cache.slots, q).long().contiguous()
-    # a cache may not be an input, either
-    check_separate([cos, sin, *read, *(out or ())], memory)
+    check_separate([*read, *(out or ())], memory, in_place=False)
     assert k is not None  # `fit` has checked it
     if not calls.stored(call, q, k, v, outs[0], replace(cache, slots=slots)):
         return None
@@ -250,9 +249,7 @@ def _written(
             raise ValueError("out= cannot be used with computed scales: call without out=")
         check_outputs(tensors, read, out)
     if not is_watched():
-        caches = written_to(cache)
-        no_owner = read[-1:] * len(caches)  # no cache is at the index of an input
-        check_writable([*no_owner, *read, *(out or ())], caches)
+        check_writable([*read, *(out or ())], written_to(cache), in_place=False)
     for to, where, values, scales in updates:
         if scales is not None:
             to.scale[where] = scales.to(to.scale.dtype)

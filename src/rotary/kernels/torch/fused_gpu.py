@@ -140,8 +140,7 @@ def planned(
         kind = q.dtype if stages.dtype is None else getattr(torch, stages.dtype)
         returned = [x for x in (xs if stages.cache is None else (q,)) if x is not None]
         check_outputs([x.to("meta", kind) for x in returned], read, out)
-    # a cache may not be an input, either
-    check_writable([cos, sin, *read, *(out or ())], written_to(stages.cache))
+    check_writable([*read, *(out or ())], written_to(stages.cache), in_place=False)
     if cos.dtype == torch.float64:
         cos, sin = cos.float(), sin.float()
     if not are_walked_alike(cos, sin):

@@ -151,7 +151,7 @@ def _run_of(
                 caches = [xs[spot] for spot in cache_spots]
                 read = *xs[:read_count], *[xs[spot] for spot in others], *tables
                 check_memory(read, out or ())
-                check_memory((*tables[:2], *read, *(out or ())), caches)
+                check_memory((*read, *(out or ())), caches, in_place=False)
                 remember(checked_spacings, spacing)
             if not jobs.run(plan, addresses, (cos, sin, rows), False):
                 return None

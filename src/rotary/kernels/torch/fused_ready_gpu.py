@@ -122,7 +122,7 @@ def _check_memory(
     read, written = [[given[index] for index in each] for each in (reads, writes)]
     out, caches = written[:count], written[count:]
     check_memory(read, out)
-    check_memory((*read[-1:] * len(caches), *read, *out), caches)  # a cache is no input in place
+    check_memory((*read, *out), caches, in_place=False)
 
 
 def _places(
