@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_refused_traced_or_not():
         (TypeError, "out= cannot be used with MLX arrays",
          lambda q: rotary.rotate(q, cos, sin, out=q, layout="half")),
         (ValueError, "does not fit", lambda q: rotary.rotate(q, cos[:5], sin[:5], layout="half")),
-        (ValueError, r"cos and sin must be alike, got float32 \(7, 32\) and float32 \(5, 32\)",
+        (ValueError, r"cos and sin must have one shape and dtype, got float32 \(7, 32\) and",
          lambda q: rotary.rotate(q, cos, sin[:5], layout="half")),
         (ValueError, "the last axis of x must be head_dim",
          lambda q: rotary.apply(SPEC, q[..., :32])),
@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_refused_traced_or_not():
          lambda q: rotary.apply(SPEC, q, positions=mx.ones(7) > 0)),
         (TypeError, "all arrays must be of one library",
          lambda q: rotary.rotate(q, torch_like, torch_like, layout="half")),
-        (TypeError, "fused does not take a mlx.core.array",
+        (TypeError, "fused takes arrays of NumPy, torch and JAX, got one of mlx",
          lambda q: rotary.fused(q, q, q, SPEC, mx.arange(7))),
     ]  # fmt: skip
     for error, match, call in wrong:

@@ -111,7 +111,7 @@ def fused(
     [0.0, 0.0, 7.0, 0.0, 0.0, 7.0, 0.0, 0.0]
     """
     kernel = kernel_of(q)
-    run = fused_of(kernel, q)
+    run = fused_of(kernel)
     if not isinstance(spec, Rotary):
         raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
     for name, array in (("k", k), ("v", v)):

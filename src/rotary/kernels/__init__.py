@@ -182,10 +182,10 @@ kernels_by_type: dict[type, SomeKernel] = {}  # filled as arrays come
 Fused = Callable[..., tuple[Operand, Operand, Operand]]
 
 
-def fused_of(kernel: SomeKernel, array: object) -> Fused:
-    """Return the function that computes `rotary.fused`; TypeError if the array's kernel has none.
+def fused_of(kernel: SomeKernel) -> Fused:
+    """Return the function that computes `rotary.fused`; TypeError if the kernel has none.
 
-    >>> fused_of(kernel_of(np.zeros(2)), np.zeros(2)).__name__
+    >>> fused_of(kernel_of(np.zeros(2))).__name__
     'fused'
     """
     known = known_fused(kernel.name)
@@ -193,8 +193,8 @@ def fused_of(kernel: SomeKernel, array: object) -> Fused:
         return known
     if kernel.name not in FUSED:
         raise TypeError(
-            f"fused does not take a {_described(array)}: call rotary.rotate, and compute the other "
-            "steps separately"
+            f"fused takes arrays of NumPy, torch and JAX, got one of {kernel.name}: call "
+            "rotary.rotate, and compute the other steps separately"
         )
     function = FUSED[kernel.name]()
     if not is_recorded_by_torch():  # a traced call has no side effect

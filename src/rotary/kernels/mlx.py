@@ -210,10 +210,11 @@ def _check_tables(cos: Array | Numbers, sin: Array | Numbers) -> None:
     cos_kind, sin_kind = _kind(cos), _kind(sin)
     if cos.shape != sin.shape or cos_kind != sin_kind:
         raise ValueError(
-            f"cos and sin must be alike, got {cos_kind} {cos.shape} and {sin_kind} {sin.shape}"
+            f"cos and sin must have one shape and dtype, got {cos_kind} {cos.shape} and "
+            f"{sin_kind} {sin.shape}"
         )
     if cos_kind not in ("float32", "float64"):
-        raise TypeError(f"tables must be float32, got {_described(cos_kind)}")
+        raise TypeError(f"tables must be float32, got {cos_kind}{reference.if_rounded(cos_kind)}")
 
 
 def _check_rows(positions: object, length: int) -> Array:
@@ -224,10 +225,6 @@ def _check_rows(positions: object, length: int) -> Array:
     if numbers is not None:
         reference.check_rows(numbers, range(length))
     return _to_mlx(rows)
-
-
-def _described(kind: str) -> str:
-    return f"{kind}: they are already rounded" if kind in ("float16", "bfloat16") else kind
 
 
 def _kind(array: Array | Numbers) -> str:
@@ -270,7 +267,8 @@ def inspect(positions: Array | Numbers) -> tuple[str, float | None, float | None
     kind = _kind(positions)
     if not (_is_whole(positions) or kind in ("float32", "float64")):
         raise TypeError(
-            "positions must be whole numbers, or float64 if fractional, got " + _described(kind)
+            "positions must be whole numbers, or float64 if fractional, got "
+            f"{kind}{reference.if_rounded(kind)}"
         )
     numbers = _values(positions)
     return reference.inspect(np.empty(0, kind) if numbers is None else numbers)

@@ -72,8 +72,17 @@ def name_of(dtype: np.dtype[np.generic]) -> str:
 def _described(dtype: np.dtype[np.generic]) -> str:
     if not dtype.isnative:
         return f"{name_of(dtype)}: pass x.astype(x.dtype.newbyteorder('='))"
-    is_short = name_of(dtype) in ("float16", "bfloat16")
-    return f"{name_of(dtype)}: they are already rounded" if is_short else name_of(dtype)
+    return name_of(dtype) + if_rounded(name_of(dtype))
+
+
+def if_rounded(dtype: str) -> str:
+    """Return what an error says of tables or positions in a dtype of 16 bits; else "".
+
+    >>> if_rounded("torch.bfloat16"), if_rounded("int32")
+    (': they are already rounded', '')
+    """
+    is_short = dtype.removeprefix("torch.") in ("float16", "bfloat16")
+    return ": they are already rounded" if is_short else ""
 
 
 def check_operands(

@@ -37,7 +37,8 @@ def check_operands(
             f"{sin.dtype} {tuple(sin.shape)}"
         )
     if cos.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"tables must be float32, got {cos.dtype}: they are already rounded")
+        hint = reference.if_rounded(str(cos.dtype))
+        raise TypeError(f"tables must be float32, got {cos.dtype}{hint}")
 
 
 def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
