@@ -279,8 +279,8 @@ def _run(
 
 
 def _forms(xs: Arrays, tables: Arrays, out: Arrays | None) -> dict[str, Form]:
-    names = ("positions",) if len(tables) == 1 else ("cos", "sin", "positions")
-    operands = dict(zip(names, tables, strict=False))
+    names = ("positions",) if len(tables) == 1 else ("cos", "sin", "positions")[: len(tables)]
+    operands = dict(zip(names, tables, strict=True))
     for name, arrays in (("x", xs), ("out", out or ())):
         operands.update({f"{name}[{index}]": array for index, array in enumerate(arrays)})
     return {name: _form(array) for name, array in operands.items()}
