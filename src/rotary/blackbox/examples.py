@@ -57,9 +57,12 @@ def _token_examples(
     words = max(embeddings, key=lambda module: module.num_embeddings)
     # also of a model inside of another one: the embedding of padding is zero, which turns nothing
     configs = {id(c): c for module in model.modules() if (c := getattr(module, "config", None))}
-    special = {number for config in configs.values() for name, number in _numbers(config)
-               if name.endswith("token_id")} | {words.padding_idx}  # fmt: skip
-    usable = [n for n in range(min(words.num_embeddings, 4096)) if n not in special] or [0]
+    numbers = [pair for config in configs.values() for pair in _numbers(config)]
+    special = {n for name, n in numbers if name.endswith("token_id")} | {words.padding_idx}
+    # the largest table may be that of positions
+    sizes = [n for name, n in numbers if name == "vocab_size" and n]
+    known = range(min(words.num_embeddings, 4096, *sizes))
+    usable = [n for n in known if n not in special] or [0]
     random = np.random.default_rng(0)
     ids = torch.tensor(random.choice(usable, (2, TOKENS)), device=words.weight.device)
     names = inspect.signature(model.forward).parameters
@@ -92,7 +95,7 @@ def _apart(axes: int) -> Array:
     return np.concatenate([np.zeros((1, axes), np.int64), alone, alike])
 
 
-def _numbers(config: object) -> Iterator[tuple[str, object]]:
+def _numbers(config: object) -> Iterator[tuple[str, int | None]]:
     """Yield names in a config and its parts, with their values if they are whole numbers."""
     data = config.to_dict() if hasattr(config, "to_dict") else config
     for name, value in data.items() if isinstance(data, Mapping) else ():
