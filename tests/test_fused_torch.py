@@ -385,7 +385,7 @@ def test_a_cache_inside_vmap_is_refused(is_compiled):
     mapped = torch.vmap(call)
     mapped = by_compile(mapped) if is_compiled else mapped
     # Dynamo of torch 2.8 leaves the words out
-    with pytest.raises(Exception, match="cache= cannot be used inside vmap|Observed exception"):
+    with pytest.raises(Exception, match=r"cache= cannot be used inside vmap|Observed exception"):
         mapped(KEY[None])
     assert not memory.any()
 
