@@ -14,8 +14,9 @@ from rotary.checkpoint import convert_checkpoint
 from rotary.checkpoint.files import JOURNAL, MANIFEST, Tensor
 from rotary.checkpoint.plan import plan
 from rotary.checkpoint.shards import pieces, write_shard
-from rotary.checkpoint.writing import LOCK, is_unfinished
+from rotary.checkpoint.writing import LOCK
 from rotary.fanout import Batch
+from rotary.whole_files import is_unfinished
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, LAYERS = 4, 2, 8, 24, 3
 LLAMA = {

@@ -39,7 +39,8 @@ DRIVER = """
     from checkpoints import Inline, contents, is_finished, leftovers
     from rotary.checkpoint import convert_checkpoint
     from rotary.checkpoint.files import JOURNAL
-    from rotary.checkpoint.writing import LOCK, is_unfinished
+    from rotary.checkpoint.writing import LOCK
+    from rotary.whole_files import is_unfinished
 
     source, root = (pathlib.Path(argument) for argument in sys.argv[2:4])
 

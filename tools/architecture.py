@@ -14,7 +14,10 @@ ROOT = Path(rotary.__file__).parent
 # Files and folders of the package, from the ground up. A file imports from floors below its own,
 # and from its own folder, where no two files need each other. "kernels" is its __init__.py.
 FLOORS = (
-    {"schedules", "layouts", "cache", "fanout", "strict_json", "words", "kernels/private"},
+    {
+        *("schedules", "layouts", "cache", "fanout", "strict_json", "whole_files", "words"),
+        "kernels/private",
+    },
     {"spec"},
     {"kernels/geometry", "kernels/memory"},
     {"kernels"},

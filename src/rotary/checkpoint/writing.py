@@ -1,9 +1,8 @@
 """Writes the folder of a conversion: only complete files, by one process, with a journal.
 
-A file is written under a temporary name in its folder, synced, and then renamed in one step. So a
-kill, a full disk or a power cut leaves the old file or the new one. While the folder is unfinished
-it has a journal: one line about the conversion, and one for each complete shard. When all files are
-complete, the manifest replaces the journal.
+A kill, a full disk or a power cut leaves the old file or the new one: see `replacing`. While the
+folder is unfinished it has a journal: one line about the conversion, and one for each complete
+shard. When all files are complete, the manifest replaces the journal.
 """
 
 import contextlib
@@ -12,25 +11,26 @@ import hashlib
 import json
 import os
 import platform
-import re
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import whole_files
 from ..strict_json import JSON, parsed
+from ..whole_files import is_unfinished
 from .files import JOURNAL, MANIFEST
 from .plan import Conversion
 
 Hashes = dict[str, str]  # tensor -> sha256
 Ticket = tuple[Path, str]  # the lock file of a folder, and the text that its holder wrote into it
 
-UNFINISHED = ".rotary-{}"  # names of files that are not complete yet
 LOCK = ".rotary.lock"
 LOCK_BYTES = 32  # length of a ticket
 SPARE = 2**20  # bytes of headers and small files, beside the weights
@@ -38,23 +38,15 @@ SPARE = 2**20  # bytes of headers and small files, beside the weights
 
 @contextlib.contextmanager
 def replacing(path: Path, ticket: Ticket | None = None) -> Iterator[BinaryIO]:
-    """Open a file that is renamed to `path` when the block ends, and deleted on an error.
+    """As `whole_files.replacing`, and the new name survives a power cut.
 
-    The mode is that of a new file under this umask. A worker in another process passes the ticket
-    of its call, which is checked before and after: OSError if the call has ended.
+    A worker in another process passes the ticket of its call, which is checked before and after:
+    OSError if the call has ended.
     """
-    _check_ticket(ticket)
-    unfinished = path.parent / UNFINISHED.format(secrets.token_hex(8))
-    try:
-        with open(unfinished, "xb") as file:
-            yield file
-            file.truncate()  # to its position: zeros at the end may have been skipped
-            os.fsync(file.fileno())
-        _check_ticket(ticket)
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    check = partial(_check_ticket, ticket)
+    check()
+    with whole_files.replacing(path, check) as file:
+        yield file
     sync_folder(path.parent)
 
 
@@ -112,11 +104,6 @@ def _check_ticket(ticket: Ticket | None) -> None:
 def _clear(folder: Path) -> None:
     for path in filter(is_unfinished, list(folder.rglob(".*"))):
         path.unlink(missing_ok=True)
-
-
-def is_unfinished(path: Path) -> bool:
-    """Whether a file is one that `replacing` has not finished."""
-    return bool(re.fullmatch(UNFINISHED.format("[0-9a-f]{16}"), path.name)) and path.is_file()
 
 
 @contextlib.contextmanager

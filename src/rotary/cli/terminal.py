@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import TextIO
 
 import typer
+
+from ..whole_files import replacing
 
 
 def print_json(document: object) -> None:
@@ -113,20 +114,11 @@ def overwrite(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # such as /dev/stdout or a pipe
         path.write_text(text, encoding="utf-8")
         return
-    target = Path(os.path.realpath(path))  # a link is followed, not replaced
-    part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.part")
     try:
-        with open(part, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
+        with replacing(Path(os.path.realpath(path))) as file:  # a link is followed, not replaced
+            file.write(text.encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def of_user() -> contextlib.redirect_stdout[TextIO]:

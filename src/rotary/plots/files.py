@@ -1,14 +1,14 @@
 """Writes figures to files: completely or not at all, and with the same bytes every time."""
 
-import contextlib
 import io
 import os
-import secrets
 import threading
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+
+from ..whole_files import replacing
 
 # No dates and no versions: the same figure gives the same bytes
 METADATA = {
@@ -33,7 +33,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     if not isinstance(figure, Figure):
         raise ValueError(f"save writes a matplotlib Figure, got {type(figure).__name__}")
     target = check_target(path)
-    _replace(target, rendered(figure, target.suffix.lower()))
+    content = rendered(figure, target.suffix.lower())
+    with replacing(target) as file:
+        file.write(content)
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
@@ -68,17 +70,3 @@ def rendered(figure: Figure, suffix: str) -> bytes:
 def _check_suffix(suffix: str, name: object) -> None:
     if suffix not in METADATA:
         raise ValueError(f"plots are written as .png, .svg or .pdf; got {name!r}")
-
-
-def _replace(target: Path, content: bytes) -> None:
-    part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.part")
-    try:
-        with open(part, "xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
