@@ -200,9 +200,8 @@ def _field_hint(name: str, fields: Sequence[str]) -> str:
 
 
 def _default(spec: Rotary, field: dataclasses.Field[object]) -> object:
-    if field.name == "params":
-        return {}
-    return {"rotary_dim": spec.head_dim, "out_layout": spec.layout}.get(field.name, field.default)
+    computed = {"rotary_dim": spec.head_dim, "out_layout": spec.layout, "params": {}}
+    return computed.get(field.name, field.default)
 
 
 def unwrapped(value: Value) -> Value:
@@ -307,22 +306,17 @@ def _frozen_params(schedule: str, params: Mapping[str, object]) -> Mapping[str, 
                 f"schedule {schedule!r} has no parameter {name!r}{nearest(name, allowed)}; "
                 f"its parameters: {listed}"
             )
+    kept = {}
     for name, parameter in allowed.items():
-        if parameter.default is parameter.empty and name not in params:
+        default = parameter.default
+        if name in params:
+            value = _frozen(name, params[name])
+            # a parameter at its default says nothing: dropping it makes equal specs compare equal
+            if value != default or isinstance(value, bool) != isinstance(default, bool):
+                kept[name] = value
+        elif default is parameter.empty:
             raise ValueError(f"schedule {schedule!r} needs parameter {name!r}")
-    # a parameter at its default says nothing: dropping it makes equal specs compare equal
-    kept = {name: _frozen(name, params[name]) for name in allowed if name in params}
-    return MappingProxyType(
-        {
-            name: value
-            for name, value in kept.items()
-            if not _is_default(value, allowed[name].default)
-        }
-    )
-
-
-def _is_default(value: object, default: object) -> bool:
-    return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
+    return MappingProxyType(kept)
 
 
 def _frozen(name: str, value: object) -> object:
