@@ -32,7 +32,7 @@ from .kernels import (
 from .kernels.geometry import check_axes
 from .kernels.numpy import of_list
 from .schedules import FLOAT64, SCHEDULES, Arithmetic
-from .spec import Rotary, check_spec
+from .spec import Rotary, check_spec, check_whole
 from .words import brief
 
 Precision = Literal["exact", "float32"]
@@ -318,7 +318,7 @@ def _turns_of(frequencies: Numbers) -> npt.NDArray[np.uint64]:
     return turns
 
 
-def _known_length(spec: Rotary, seq_len: object) -> int | None:
+def _known_length(spec: Rotary, seq_len: Any) -> int | None:
     check_spec(spec)
     if seq_len is None or not spec.depends_on_length:
         return None
@@ -326,8 +326,7 @@ def _known_length(spec: Rotary, seq_len: object) -> int | None:
     # isinstance comes first: a length may be a symbol of torch.compile, which has no attributes
     if not isinstance(seq_len, int) and hasattr(seq_len, "item"):
         seq_len = seq_len.item()
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 0:
-        raise ValueError(f"seq_len must be a whole number >= 0, got {brief(seq_len)}")
+    check_whole("seq_len", seq_len, 0)
     return seq_len
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from .kernels import Array, Numbers, Operand, is_traced
 from .kernels.place import Place, cast, is_array, is_open_size
+from .spec import is_whole
 from .words import brief
 
 Positions = npt.NDArray[np.int64]
@@ -639,7 +640,7 @@ def _sizes(name: str, sizes: Iterable[object]) -> tuple[int, ...]:
 
 
 def _whole_number(name: str, value: object) -> int:
-    if (isinstance(value, int) and not isinstance(value, bool)) or is_open_size(value):
+    if is_whole(value) or is_open_size(value):
         return value  # type: ignore[return-value]
     number = np.asarray(value)
     if number.dtype.kind not in "iu":

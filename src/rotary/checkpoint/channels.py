@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..configs import Config
-from ..spec import Rotary
+from ..spec import Rotary, is_whole
 from ..strict_json import JSON
 from .files import Tensor
 from .names import PARAMETERS, SCALES_OF_ROWS, Name
@@ -359,7 +359,7 @@ def _counts(name: Name, config: Config, pattern: re.Pattern[str]) -> set[int]:
     for key, value in pairs:
         is_list = isinstance(value, list | tuple) and name.layer < len(value)
         count = value[name.layer] if is_list else value
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_whole(count) or count < 1:
             raise ValueError(
                 f"{key} must be a whole number >= 1, got {count!r:.80}; it is the number of heads "
                 f"of {name.tensor!r}"
