@@ -359,14 +359,13 @@ def _signed(kernel: Kernel[Array], shift: object, like: Array) -> Array:
 
 
 def _shifted(
-    kernel: Kernel[Array], shift: object, spec: Rotary, count: int, like: Array
+    kernel: Kernel[Array], shift: Array, spec: Rotary, count: int, like: Array
 ) -> tuple[Array, Array]:
     """Return positions 0 and the shifted ones; a single shift holds for all of `count`."""
-    to = kernel.as_positions(shift, like)
     axes = (spec.num_axes,) if spec.num_axes > 1 else ()
-    if tuple(to.shape) == axes:
-        to = to + kernel.as_positions(np.zeros((count, *axes), np.int64), like)
-    return to - to, to
+    if tuple(shift.shape) == axes:
+        shift = shift + kernel.as_positions(np.zeros((count, *axes), np.int64), like)
+    return shift - shift, shift
 
 
 def _channel_scales(
