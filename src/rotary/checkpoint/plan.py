@@ -18,7 +18,7 @@ from ..strict_json import JSON
 from . import channels
 from .channels import BLOCK, Place, Run
 from .files import Checkpoint, ConfigFile, Tensor
-from .layers import Layers, layer_type, layers_of, may_be_channels, why_not
+from .layers import layer_type, layers_of, may_be_channels, why_not
 from .names import (
     CACHE_SCALE,
     LEFT,
@@ -229,8 +229,12 @@ def plan(
             is_value = first.data.get("attention_k_eq_v") and kind != "sliding_attention"
             if reason or not is_value:
                 continue
-        if reason == CACHE_SCALE:
-            _check_cache_scale(name.tensor, math.prod(tensors[name.tensor].shape), layers)
+        count = math.prod(tensors[name.tensor].shape)
+        if reason == CACHE_SCALE and may_be_channels(count, layers):
+            raise ValueError(
+                f"tensor {name.tensor!r} may scale every channel of the heads, {count} of them, "
+                "and these move; if it does not, name it in leave (--leave)"
+            )
         if spec is None or reason:
             left.append(Left(name.tensor, reason))
             continue
@@ -291,15 +295,6 @@ def _move_of(
             "their block; convert the weights before they are quantized"
         )
     return move
-
-
-def _check_cache_scale(tensor: str, count: int, layers: Layers) -> None:
-    """Refuse a scale of a cache that may be one of every channel, as channels move."""
-    if may_be_channels(count, layers):
-        raise ValueError(
-            f"tensor {tensor!r} may scale every channel of the heads, {count} of them, and these "
-            "move; if it does not, name it in leave (--leave)"
-        )
 
 
 def _block_of(config: object, first: Config) -> tuple[int, int]:
