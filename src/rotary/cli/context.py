@@ -41,12 +41,12 @@ def decay(
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
     from ..analysis.spectrum import whole_head
-    from ..reach import distances_to, lengths, of_window, visible
+    from ..reach import distances_to, of_window, visible
 
     refuse_gguf(config)
     spec, entry = read_spec(config, layer_type, part), entry_of(config, layer_type, part)
     if length is None and entry is not None:
-        length = lengths(spec, entry)[1]
+        length = entry.get("max_position_embeddings")
     if length is None:
         raise ValueError(f"{config} has no max_position_embeddings; give --length")
     asked, length = length, length if entry is None else visible(length, entry)

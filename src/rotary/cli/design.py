@@ -90,7 +90,7 @@ def design(
     with these frequencies from the start. Prints how near they come, how near any could, and
     whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
     """
-    from ..analysis import ladders
+    from ..analysis import bounds, ladders
     from ..analysis.spectrum import whole_head
     from ..configs import as_longrope, replace_rope, rope_keys
     from ..spec import Rotary
@@ -135,7 +135,10 @@ def design(
 
         shown = {name: each for name, each in specs.items() if name not in LEFT_OUT}
         plots.save(plots.design(shown, wanted), plot)
-    rows = [(name, *_numbers(each, wanted)) for name, each in specs.items()]
+    rows = [
+        (name, ladders.misses(each, wanted), bounds.first_failure(each, length, seq_len=length))
+        for name, each in specs.items()
+    ]
     if as_json:
         names = ("method", "error", "first_failure")
         print_json({
@@ -203,14 +206,6 @@ def _rows(result: "Design") -> list[tuple[str, str]]:
 
 def _share(error: float) -> str:
     return "0" if error < ROUNDING else f"{error:.3g}"
-
-
-def _numbers(spec: "Rotary", wanted: "Wanted") -> tuple[float, int | None]:
-    from ..analysis import bounds, ladders
-
-    length = len(wanted.lower)
-    first = bounds.first_failure(spec, length, seq_len=length)
-    return ladders.misses(spec, wanted), first
 
 
 def _verdict(result: "Design") -> str:

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -126,7 +125,7 @@ def of_user() -> contextlib.redirect_stdout[TextIO]:
     return contextlib.redirect_stdout(sys.stderr)
 
 
-@contextmanager
+@contextlib.contextmanager
 def status() -> Iterator[Callable[[str], None]]:
     """Show a spinner on stderr, if that is a terminal; yield a function that changes its text."""
     from rich.console import Console
@@ -135,7 +134,7 @@ def status() -> Iterator[Callable[[str], None]]:
         yield spinner.update
 
 
-@contextmanager
+@contextlib.contextmanager
 def bar(text: str, size: int | None = None) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on stderr, if that is a terminal; yield a function that advances it.
 
