@@ -111,8 +111,7 @@ def difference(a: Look, b: Look) -> Picture:
          Curve("wavelength_b", "B", "red", "dotted", has_dots=True)),
     )  # fmt: skip
     one, other = _fields(a), _fields(b)
-    names = [*one, *(name for name in other if name not in one)]
-    rows = tuple((name, one.get(name, "-"), other.get(name, "-")) for name in names
+    rows = tuple((name, one.get(name, "-"), other.get(name, "-")) for name in one | other
                  if one.get(name) != other.get(name))  # fmt: skip
     tables = (Table(("field", "A", "B"), rows),) if rows else ()
     return Picture(columns, " ".join(_meaning(a, b, speeds)), figure, tables)

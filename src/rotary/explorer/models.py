@@ -27,17 +27,17 @@ class Model(NamedTuple):
     trained  tokens it was trained on before any extension; context  tokens it is advertised for
     layers   the layer types with different RoPEs; empty if all layers have the same
     layer    the one of these layer types that `spec` belongs to
-    name     its name in the config: text that must not be trusted
+    name     its name in a pasted config, text that must not be trusted; "" for a published model
     entry    what the config says about these layers
     """
 
     spec: Rotary
     trained: int
     context: int
-    layers: tuple[str, ...] = ()
-    layer: str | None = None
-    name: str = ""
-    entry: Config = Config({}, {}, {}, None, True)
+    layers: tuple[str, ...]
+    layer: str | None
+    name: str
+    entry: Config
 
 
 @cache
@@ -100,7 +100,7 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
     trained = before if isinstance(before, int) and before > 0 else context
     if max(context, trained) > MAX_LENGTH:
         raise ValueError(f"the lengths of the config must be at most {MAX_LENGTH:,} tokens here")
-    return Model(spec, trained, context, layers, layer_type, entry=entry)
+    return Model(spec, trained, context, layers, layer_type, "", entry)
 
 
 @lru_cache(maxsize=8)

@@ -47,7 +47,8 @@ def hands(look: Look) -> Picture:
 
 def two_layouts(look: Look) -> Picture:
     """Draw q . k by distance: in both layouts, and in one layout that is run as the other."""
-    speeds = _sampled(look.spec.sign * inv_freq(look.spec, look.context)[0], SHOWN)
+    speeds = look.spec.sign * inv_freq(look.spec, look.context)[0]
+    speeds = speeds[:: max(1, len(speeds) // (2 * SHOWN))][:SHOWN]
     width = 2 * len(speeds)
     custom = {"inv_freq": np.abs(speeds).tolist()}
     small = Rotary(head_dim=width, layout="interleaved", schedule="custom", params=custom,
@@ -95,11 +96,6 @@ def two_layouts(look: Look) -> Picture:
         moving=Orders(tuple(speeds.tolist()), tuple(orders), REACH),
     )
     return Picture(columns, words, figure)
-
-
-def _sampled(values: Numbers, count: int) -> Numbers:
-    """Return `count` of the values, evenly spaced from the first on; all if there are fewer."""
-    return values[:: max(1, len(values) // (2 * count))][:count]
 
 
 def methods(look: Look) -> Picture:
