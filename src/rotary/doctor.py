@@ -1,10 +1,9 @@
 """Examines this machine for `rotary doctor`: what is installed, and what makes rotation slow."""
 
-import importlib
-import importlib.metadata
 import importlib.util
 import platform
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,19 +29,17 @@ def examine() -> list[Finding]:
     >>> [finding.what for finding in examine()][:2]
     ['rotary', 'python']
     """
-    versions = {
-        name: importlib.metadata.version(name)
-        if importlib.util.find_spec(name)
-        else "not installed"
+    beside = [
+        Finding(name, version(name) if importlib.util.find_spec(name) else "not installed")
         for name in ("torch", "transformers", "jax", "mlx")
-    }
+    ]
     return [
-        Finding("rotary", importlib.metadata.version("rotary")),
+        Finding("rotary", version("rotary")),
         Finding("python", f"{sys.version.split()[0]} on {platform.machine()}"),
         Finding("numpy", np.__version__),
         *_kernel(),
         _huge_pages(),
-        *[Finding(name, version) for name, version in versions.items()],
+        *beside,
     ]
 
 
