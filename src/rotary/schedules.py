@@ -249,11 +249,10 @@ def longrope(
     array([1.    , 0.0025])
     """
     trained = _length("original_max_position_embeddings", original_max_position_embeddings)
-    lists = {"short_factor": short_factor, "long_factor": long_factor}
-    for name, values in lists.items():
-        _check_list(name, values, rotary_dim // 2)
+    _check_list("short_factor", short_factor, rotary_dim // 2)
+    _check_list("long_factor", long_factor, rotary_dim // 2)
     is_long = seq_len is not None and seq_len > trained
-    divisors = np.asarray(lists["long_factor" if is_long else "short_factor"], arithmetic.dtype)
+    divisors = np.asarray(long_factor if is_long else short_factor, arithmetic.dtype)
     inv_freq = 1.0 / (divisors * _ladder(rotary_dim, base, arithmetic))
 
     if factor is not None:
