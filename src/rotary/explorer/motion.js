@@ -3,7 +3,7 @@
 
 const SECONDS = 20;  // the time in which Play reaches the end of its slider
 const LINEAR = 100;  // tokens up to which a slider is even; longer ones are even on a log scale
-const LEAST = { distance: 1, position: 0 };
+const LEAST = { position: 0, distance: 1 };
 
 // Where k is and how far q is behind it, in tokens: the same for all pictures of the page
 class Motion {
@@ -11,10 +11,10 @@ class Motion {
     this.movers = new Set();
     this.most = 1;
     this.frame = null;
-    this.values = { position: 0, distance: 1 };
+    this.values = { ...LEAST };
     this.controls = document.createElement("div");
     this.controls.className = "motion";
-    this.sliders = Object.fromEntries(Object.keys(LEAST).reverse().map(name => [name, this.slider(name)]));
+    this.sliders = Object.fromEntries(Object.keys(LEAST).map(name => [name, this.slider(name)]));
     this.button = this.controls.appendChild(document.createElement("button"));
     Object.assign(this.button, { type: "button", textContent: "Play" });
     this.button.addEventListener("click", () => this.frame ? this.stop() : this.play());
