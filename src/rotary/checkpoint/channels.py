@@ -296,7 +296,7 @@ def _packed(
 
 
 def check_inputs(
-    name: Name, tensor: Tensor, config: Config, wide: tuple[str, Tensor] | None = None
+    name: Name, tensor: Tensor, config: Config, wide: tuple[str, Tensor] | None
 ) -> None:
     """Raise ValueError if a weight has another number of input channels than the config says.
 

@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 # --- what a config says ---
 
 
-def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: JSON = None) -> bytes:
+def written_config(config: ConfigFile, changed: Mapping[str, JSON], original: JSON) -> bytes:
     """Return the bytes of the config.json to be written beside the weights.
 
     changed   the config with the new layout, as `with_layout` returns it

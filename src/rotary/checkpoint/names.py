@@ -167,7 +167,7 @@ def classify(tensor: str, model: str = "") -> Name | None:
 
 
 @functools.lru_cache(maxsize=2**14)  # every layer has the same modules
-def rule_of(module: str, model: str = "") -> str:
+def rule_of(module: str, model: str) -> str:
     """Return the kind of the first rule that a module of a model type matches; "" for none.
 
     >>> rule_of("attention.query_key_value", "gpt_neox")

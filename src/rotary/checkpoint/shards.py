@@ -94,8 +94,8 @@ def write_shards(
     work: Conversion,
     before: Mapping[str, Hashes],
     ticket: Ticket,
-    executor: Executor | None = None,
-    advance: Advance | None = None,
+    executor: Executor | None,
+    advance: Advance | None,
 ) -> dict[str, Written]:
     """Write shards in parallel, add each to the journal once it is verified; return them by file.
 
