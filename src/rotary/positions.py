@@ -262,7 +262,6 @@ def shard(
             raise ValueError(f"rank must be in 0 .. world - 1, got rank {rank} of world {world}")
     parts = 2 * world if order == "head_tail" else world
     lengths = [seq_len]
-    bounds = place.arange(2) * seq_len
     if cu_seqlens is not None:
         bounds = place.whole("cu_seqlens", cu_seqlens)
         _total(place, bounds, seq_len)
