@@ -499,6 +499,7 @@ def test_scales_that_are_not_used_may_be_none():
 
 def test_the_scale_of_an_array_that_is_not_there_changes_nothing(no_other_way):
     """Not even which code runs: it differs in the last bit, and in time."""
+    pytest.importorskip("numba")
     spec = SPECS["half"]
     (q,) = tensors(spec, heads=(4,))
     tables = rotary.cos_sin(spec, torch.arange(37))

@@ -22,7 +22,7 @@ from kernel_cases import (
     to_numpy,
     to_torch,
 )
-from libraries import enable_x64, if_installed
+from libraries import enable_x64, if_installed, older_loops
 
 import rotary
 from rotary.kernels import numpy as reference
@@ -140,7 +140,6 @@ def stored(kernel, y, dtype):
 
 # every operation is a loop of its own, so that no product and sum are rounded together
 PLAIN_XLA = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
-PLAIN_XLA |= {"xla_cpu_use_fusion_emitters": False}  # they take five times as long to compile
 
 
 def _jax(xs, cos, sin, rows, options, out=None):
@@ -153,7 +152,9 @@ def _jax(xs, cos, sin, rows, options, out=None):
             return jax_kernel.rotate(xs, cos, sin, rows, options, out)
 
         if hasattr(jax, "enable_x64"):
-            call = jax.jit(call).lower(*arguments).compile(compiler_options=PLAIN_XLA)
+            call = (
+                jax.jit(call).lower(*arguments).compile(compiler_options=PLAIN_XLA | older_loops())
+            )
             return tuple(map(np.asarray, call(*arguments)))
         with jax.disable_jit():  # an older JAX cannot be told to fuse nothing
             return tuple(map(np.asarray, call(*arguments)))
