@@ -302,3 +302,12 @@ def test_mixed_shapes_that_do_not_fit_are_refused():
     ]:
         with pytest.raises(ValueError, match=r"directions must be \(axes, heads, pairs\)"):
             mixed_cos_sin(theirs, where)
+
+
+def test_xpos_is_compiled_by_torch():
+    pytest.importorskip("torch")
+    x = torch.from_numpy(draw(2, 4, 6, 32, dtype=np.float32))
+    spec = Rotary(head_dim=32)
+    compiled = torch.compile(lambda x: xpos(spec, x, x), fullgraph=True, backend="aot_eager")
+    for ours, want in zip(compiled(x), xpos(spec, x, x), strict=True):
+        torch.testing.assert_close(ours, want)

@@ -12,6 +12,7 @@ from rotary import Rotary
 from rotary.attention import (
     LinearState,
     chunked_linear_attention,
+    cumulative_cos_sin,
     distance_attention,
     elu_plus_one,
     linear_attention,
@@ -355,3 +356,23 @@ def test_learned_directions_get_their_gradient(offset):
     with enable_x64(True):
         ours = jax.jit(jax.grad(loss))(directions)
     assert_near(ours, tensor.grad, 1e-9)
+
+
+@pytest.mark.parametrize("axes", [2, 3, 4])
+def test_the_strict_settings_of_jax_are_kept(axes):
+    x = jnp.asarray(draw(2, 3, 6, 32)[(0,) * (4 - axes)])
+    counts = jnp.arange(6, dtype=jnp.int32) + 1
+    calls = [
+        lambda: softmax_attention(x, x, x, SPEC, window=3),
+        lambda: scale_by_log_n(x, counts, 4),
+        lambda: linear_attention(x, x, x, SPEC),
+        lambda: chunked_linear_attention(x, x, x, SPEC, chunk_size=4)[0],
+        lambda: distance_attention(x, x, x, SPEC, rerope(2)),
+        lambda: vo_rope_attention(x, x, x, SPEC),
+        lambda: cumulative_cos_sin(x)[0],
+        lambda: cumulative_cos_sin(x, x[..., 0, :])[0],
+    ]
+    for call in calls:
+        want = call()
+        with jax.numpy_rank_promotion("raise"):
+            np.testing.assert_array_equal(call(), want)

@@ -134,9 +134,13 @@ def check_per_token(name: str, positions: Array, x: Array) -> None:
 
 
 def per_head(pairs: Array, num_dims: int) -> Array:
-    """Add an axis for heads to (batch, ...) arrays of 3 axes, if the scores have 4 axes.
+    """Add axes of size 1 to numbers for pairs of tokens: `num_dims`, as the scores have.
 
-    >>> per_head(np.zeros((2, 5, 5)), 4).shape
-    (2, 1, 5, 5)
+    (batch, ...) arrays of 3 axes get the axis of the heads, if the scores have 4.
+
+    >>> per_head(np.zeros((2, 5, 5)), 4).shape, per_head(np.zeros((5, 5)), 4).shape
+    ((2, 1, 5, 5), (1, 1, 5, 5))
     """
-    return pairs[:, None] if pairs.ndim == 3 and num_dims == 4 else pairs
+    if pairs.ndim == 3 and num_dims == 4:
+        return pairs[:, None]
+    return pairs[(None,) * (num_dims - pairs.ndim)]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ..angles import check_range, cos_sin, inv_freq, turns
 from ..kernels import Numbers, host, is_traced, kernel_of
+from ..kernels.private import is_recorded_by_torch
 from ..rotate import rotate
 from ..spec import Rotary, check_spec
 from .arrays import Array, cast, float64_of, namespace, positions_of
@@ -93,7 +94,7 @@ _BITS = {"float16": 8, "float64": 512}  # half the exponent range of a type; 64 
 
 
 def _check_distance(from_origin: Array, rate: float, *dtypes: object) -> None:
-    if not math.prod(from_origin.shape) or is_traced(from_origin):
+    if not math.prod(from_origin.shape) or is_traced(from_origin) or is_recorded_by_torch():
         return
     bits = min(_BITS.get(str(dtype).rpartition(".")[2], 64) for dtype in dtypes)
     farthest, limit = int(abs(from_origin).max()), int(bits * math.log(2) / rate)

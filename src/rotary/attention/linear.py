@@ -20,7 +20,7 @@ import numpy as np
 
 from ..rotate import apply
 from ..spec import Rotary, check_spec
-from .arrays import Array, at_least_float32, cast, namespace, positions_of
+from .arrays import Array, at_least_float32, cast, namespace, per_head, positions_of
 from .features import FeatureMap, elu_plus_one
 
 
@@ -221,4 +221,4 @@ def _mapped(name: str, feature_map: FeatureMap[Array], x: Array) -> Array:
 
 def _lower_triangle(k: Array) -> Array:
     order = positions_of(None, k)
-    return cast(order[:, None] >= order, k.dtype)
+    return per_head(cast(order[:, None] >= order[None], k.dtype), k.ndim)

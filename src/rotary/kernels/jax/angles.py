@@ -67,16 +67,16 @@ def running_cos_sin(steps: Array, state: Array) -> tuple[Array, Array, Array]:
     there are more steps): the upper 32 bits wrap, and the sum of the lower ones is carried over.
     Steps of more than 2^16 rad, and those after them, give NaN.
     """
-    count, one = steps.shape[-2], np.ones(1)
+    count = steps.shape[-2]
     # lower bits, whose sum fits in 32; jax.export may leave the length open
     bits = max(1, min(14, 32 - count.bit_length())) if isinstance(count, int) else 10
-    coarse, fine = (_fractional_phase(x, one) for x in (steps, steps * 2.0**bits))
+    coarse, fine = map(_phase_of_rad, (steps, steps * 2.0**bits))
     upper = fine >> bits  # lacks the first bits of a turn, which `coarse` has
     half = np.uint32(2 ** (31 - bits))
     upper += ((coarse - upper + half) >> (32 - bits)) << (32 - bits)
     lower = fine & np.uint32(2**bits - 1)
     phase = jnp.cumsum(upper, axis=-2) + (jnp.cumsum(lower, axis=-2) >> bits)
-    phase += _fractional_phase(state, one)[..., None, :]
+    phase += _phase_of_rad(state)[..., None, :]
     beyond = jnp.cumsum(jnp.where(jnp.abs(steps) <= 2.0**16, 0, jnp.nan), axis=-2)
     beyond += 0 * state[..., None, :]
     cos, sin = cos_sin(phase, jnp)
@@ -122,6 +122,10 @@ def _fractional_phase(positions: Array, inv_freq: Numbers) -> Array:
     phase += fraction * (whole_turns % 2.0**32).astype(np.uint32)
     phase += (rest * (whole_turns + fraction_of_turn).astype(np.float32)).astype(jnp.uint32)
     return jnp.where((positions < 0) ^ (inv_freq < 0), -phase, phase)
+
+
+def _phase_of_rad(angles: Array) -> Array:
+    return _fractional_phase(angles, np.ones((1,) * angles.ndim))
 
 
 def _upper_product(a: Array, b: Array | Numbers) -> Array:
