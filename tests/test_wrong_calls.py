@@ -139,7 +139,6 @@ CALLS = {
         lambda: apply(SPEC, Q.astype(int)),
         "x must be one of float32, float64, float16, bfloat16, got int64",
     ),
-    "a list": (lambda: rotate(Q.tolist(), COS, SIN, SPEC), "cannot rotate a builtins.list"),
     "two libraries": (
         lambda: apply(SPEC, TENSOR, K),
         "all arrays must be of one library: Tensor and numpy.ndarray",
@@ -182,10 +181,6 @@ CALLS = {
     "q and k in a tuple": (
         lambda: apply(SPEC, (Q, K)),
         "pass q and k one by one: apply(spec, q, k); rotate takes a tuple (q, k)",
-    ),
-    "numbers in a list": (
-        lambda: apply(SPEC, [[1.0] * 64]),
-        "cannot rotate a builtins.list",
     ),
     "the name of a layout for GPT-J": (
         lambda: rotate(Q, COS, SIN, layout="gpt-j"),
