@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from command import in_process
 from families import FAMILIES, GPTJ, distance, tiny_model
 from safetensors.torch import load_file, save_file
 from test_checkpoint_end_to_end import loaded, logits, moved, saved
@@ -21,11 +20,6 @@ from rotary.checkpoint.layout import unread_layout, with_layout
 from rotary.checkpoint.plan import plan
 
 WITH_A_KEY = ("deepseek_v3", "mistral4")  # of CASES: their code in transformers reads a key
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 def moved_model(case):

@@ -62,6 +62,9 @@ def test_a_slip_of_the_finger_is_status_2_and_a_suggestion(main, arguments, sugg
         "plan --context 8 --base x": "Invalid value for '--base': .* valid (number|float)",
         "freqs x --seq-len -1": "Invalid value for '--seq-len': .* 1",
         "bench --rounds 0": "Invalid value for '--rounds': .* 1",
+        f"bench --seq {2**62}": "Invalid value for '--seq': .*",
+        "plan": "Missing option '--context'",
+        "reach": "Missing argument 'CONFIG'",
         "bench --layout neox": "Invalid value for '--layout': 'neox' is not one of 'half', "
         "'interleaved'",
         "bench --lay half": r"No such option: --lay \(Possible options: --layout\)",
@@ -108,14 +111,6 @@ def test_help_imports_nothing_heavy():
     loaded = done.err.splitlines()[-1]
     for name in HEAVY:
         assert name not in loaded
-
-
-def test_the_probe_sees_what_is_imported():
-    """Modules that stand in: to import the real ones takes seconds."""
-    planted = f"import sys\nsys.modules |= dict.fromkeys({HEAVY}, sys)\n"
-    loaded = run("--version", code=planted + PROBE).err.splitlines()[-1]
-    for name in HEAVY:
-        assert name in loaded
 
 
 # --- inspect and freqs ---
@@ -442,13 +437,6 @@ def test_bench_times_every_library(main):
     assert shown.out.count("rotary in place") == 4
 
 
-def test_bench_refuses_a_layout_there_is_not(main):
-    done = main("bench", "--layout", "interleafed")
-    assert done.code == 2
-    assert done.out == ""
-    assert "'interleafed' is not one of 'half', 'interleaved'" in done.err
-
-
 def test_bench_without_the_memory_is_one_line(main, monkeypatch):
     def refuse(*_: Any) -> None:
         raise MemoryError("Unable to allocate 1.49 TiB")
@@ -717,12 +705,6 @@ def test_errors_name_options_of_the_command(main, tmp_path, monkeypatch, argumen
     Path("model.GGUF").write_bytes(b"GGUF\x03\0\0\0\x80\xff")
     Path("folder.gguf").mkdir()
     assert_refused(main(*arguments.split()), f"error: {said}" if said[0] in "-m" else said)
-
-
-def test_bench_refuses_more_tokens_than_an_array_can_have(main):
-    done = main("bench", "--seq", str(2**62))
-    assert (done.code, done.out) == (2, "")
-    assert "Invalid value for '--seq': " in done.err
 
 
 def test_one_pair_and_one_token_are_told_in_the_singular(main, tmp_path):

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from command import assert_refused, document, run
+from command import assert_refused, document
 
 from rotary import Rotary, from_hf_config
 from rotary.analysis.bounds import similarity
@@ -164,12 +164,6 @@ def test_a_warning_is_told_once(main):
     assert done.err.count("warning: base 1 gives every pair the same frequency") == 1
 
 
-@pytest.mark.parametrize("arguments", [("plan",), ("plan", "--context", "1e15"), ("reach",)])
-def test_wrong_usage_is_status_2(main, arguments):
-    done = main(*arguments)
-    assert (done.code, done.out) == (2, "")
-
-
 def test_a_model_name_cannot_steer_the_terminal(main, tmp_path):
     path = tmp_path / "\x1b[31m[bold]<b>.json"
     path.write_text(Path(LLAMA_2).read_text())
@@ -178,12 +172,6 @@ def test_a_model_name_cannot_steer_the_terminal(main, tmp_path):
         assert done.code == 0
         assert "\x1b" not in done.out
         assert "[bold]<b>.json" in "".join(done.out.split("\n"))
-
-
-def test_a_command_as_a_process_of_its_own():
-    done = run("reach", LLAMA_2)
-    assert (done.code, done.err) == (0, "")
-    assert "1,707" in done.out
 
 
 def test_a_plan_from_a_config_reads_its_training_and_writes_the_whole_config(main, tmp_path):

@@ -103,15 +103,6 @@ def test_a_conversion_is_one_document_in_a_process_of_its_own(source, tmp_path):
     assert (tmp_path / "b" / "modeling_x.py").read_bytes() == SIDECARS["modeling_x.py"]
 
 
-def test_there_and_back_by_the_command_gives_the_same_bytes(main, source, tmp_path):
-    main("convert", str(source), str(tmp_path / "b"), *WAY)
-    main("convert", str(tmp_path / "b"), str(tmp_path / "c"), "--from", "interleaved",
-         "--to", "half")  # fmt: skip
-    back = contents(tmp_path / "c")
-    del back[MANIFEST]
-    assert back == contents(source)
-
-
 def test_a_config_from_elsewhere_and_a_trusted_source(main, tmp_path):
     save_file(weights(0), tmp_path / "model.safetensors")
     (tmp_path / "given.json").write_text(json.dumps(LLAMA))
@@ -164,9 +155,7 @@ def test_what_is_refused_is_one_line_and_nothing_is_written(
 
 
 USAGE = {
-    "no layouts": (("a", "b"), "--from"),
     "an unknown layout": (("a", "b", "--from", "neox", "--to", "half"), "neox"),
-    "no target": (("a", *WAY), "TARGET is needed"),
     "an unknown proof": (("a", "b", *WAY, "--verify", "none"), "none"),
     "an unknown option": (("a", "b", *WAY, "--in-place"), "--in-place"),
 }

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import LAYERS, contents, converted, is_finished, leftovers, llama, name_of
-from command import in_process, run
+from command import run
 from distributed import Client, LocalCluster, versions
 from experiments.e7_digits import run as digits
 from experiments.lab import job as jobs
@@ -320,8 +320,8 @@ def test_the_command_converts_on_a_cluster(tmp_path, expected, address, two_work
     assert contents(tmp_path / "b") == whole
 
 
-def test_the_command_searches_a_base_on_a_cluster(address, two_workers, monkeypatch, capsys):
-    plan = functools.partial(in_process(monkeypatch, capsys), "plan", "--context", "200", "--json")
+def test_the_command_searches_a_base_on_a_cluster(address, two_workers, main):
+    plan = functools.partial(main, "plan", "--context", "200", "--json")
     before = two_workers.scheduler.transition_counter
     here, there = plan(), plan("--dask", address)
     assert two_workers.scheduler.transition_counter > before

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import assert_refused, document, in_process, run
+from command import assert_refused, document, run
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -571,14 +571,13 @@ def test_an_empty_folder_is_filled_also_the_current_one(tmp_path, monkeypatch):
     assert len(files) == 12
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
-    call = in_process(monkeypatch, capsys)
-    told = document(call("export-kernel", str(tmp_path / "kernel"), "--json"))
+def test_the_command(tmp_path, main):
+    told = document(main("export-kernel", str(tmp_path / "kernel"), "--json"))
     assert told["layers"] == list(hub_kernel.LAYERS)
     assert all((tmp_path / "kernel" / file).is_file() for file in told["files"])
-    assert_refused(call("export-kernel", str(tmp_path / "kernel")), "is not empty")
-    done = call("export-kernel", str(tmp_path / "other"))
+    assert_refused(main("export-kernel", str(tmp_path / "kernel")), "is not empty")
+    done = main("export-kernel", str(tmp_path / "other"))
     assert (done.code, done.err) == (0, "")
     assert "build/torch-cuda/triton.py" in done.out
     assert 'layer_name="apply_rotary_transformers"' in done.out
-    assert "DIR" in call("export-kernel", "--help").out
+    assert "DIR" in main("export-kernel", "--help").out

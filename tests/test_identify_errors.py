@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import in_process
 
 from rotary import Rotary, blackbox
 from rotary.blackbox.faults import AMPLITUDES, EXPONENTS
@@ -99,11 +98,11 @@ EXITS = "import sys\ndef doctor(): sys.exit(0)\ndef identify(x, positions): sys.
 @pytest.mark.parametrize(
     "command", [("identify", "--head-dim", "8", "--check"), ("doctor",)], ids=["identify", "doctor"]
 )
-def test_a_file_that_ends_the_process_is_an_error(command, text, tmp_path, monkeypatch, capsys):
+def test_a_file_that_ends_the_process_is_an_error(command, text, tmp_path, main):
     """A script without a guard, or argparse in it: the check ended with 0, and tested nothing."""
     (tmp_path / "script.py").write_text(text)
     name, *options = command
-    done = in_process(monkeypatch, capsys)(name, f"{tmp_path / 'script.py'}:{name}", *options)
+    done = main(name, f"{tmp_path / 'script.py'}:{name}", *options)
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith("error: ")
     assert "SystemExit: 0" in done.err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import assert_refused, document, in_process
+from command import assert_refused, document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,11 +37,6 @@ def plain(theta, length):
 def custom(theta):
     theta = [float(each) for each in theta]
     return Rotary(head_dim=2 * len(theta), schedule="custom", params={"inv_freq": theta})
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 # --- known answers ---

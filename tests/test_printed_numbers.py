@@ -9,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from command import document, in_process, kept
+from command import document, kept
 from tools import make_model_table
 
 import rotary
@@ -106,11 +106,6 @@ def test_every_page_and_docstring_prints_a_smallest_base_so_that_it_passes():
     assert len(seen) > 80
     assert len(set(seen)) > 6
     assert wrong == []
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 def read(pattern: str, text: str) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from command import assert_refused, environment, in_process
+from command import assert_refused, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -544,29 +544,32 @@ def test_an_argument_that_one_rank_lacks_is_an_error_on_all_and_nobody_waits(for
     ]
 
 
-@pytest.mark.parametrize("returned", ["(range(8), None, 1.0)", "None", "(1, 2)"])
-def test_what_a_function_must_return_is_said(tmp_path, monkeypatch, capsys, returned):
-    (tmp_path / "job.py").write_text(f"def mine():\n    return {returned}\n")
+@pytest.fixture
+def one_rank(monkeypatch):
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("returned", ["(range(8), None, 1.0)", "None", "(1, 2)"])
+def test_what_a_function_must_return_is_said(tmp_path, main, returned):
+    (tmp_path / "job.py").write_text(f"def mine():\n    return {returned}\n")
     target, given = f"{tmp_path}/job.py:mine", ("--config", LLAMA, "--seq-len", "8", "--json")
-    done = in_process(monkeypatch, capsys)("doctor", target, "--distributed", *given)
+    done = main("doctor", target, "--distributed", *given)
     assert (done.code, done.err) == (1, "")
     (finding,) = json.loads(done.out)["findings"]
     assert finding["what"] == "function"
     assert finding["text"].endswith("it must return positions, or (positions, cos, sin)")
 
 
-def test_a_function_that_fails_on_a_rank_is_told_once(tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("one_rank")
+def test_a_function_that_fails_on_a_rank_is_told_once(tmp_path, monkeypatch, main):
     """On one rank, which hears of a failure on another one."""
     (tmp_path / "job.py").write_text("def failing():\n    raise KeyError('other')\n")
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in alone.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks, "gathered", lambda mine: {0: mine, 1: "RuntimeError: no such thing"})
     target, given = f"{tmp_path}/job.py:failing", ("--config", LLAMA, "--seq-len", "8", "--json")
-    done = in_process(monkeypatch, capsys)("doctor", target, "--distributed", *given)
+    done = main("doctor", target, "--distributed", *given)
     assert (done.code, done.err) == (1, "")
     findings = json.loads(done.out)["findings"]
     assert [(each["what"], each["ranks"]) for each in findings] == [
@@ -587,6 +590,6 @@ def test_a_function_that_fails_on_a_rank_is_told_once(tmp_path, monkeypatch, cap
         (("--config", LLAMA), "need --distributed"),
     ],
 )
-def test_what_is_missing_on_the_command_line_is_said(monkeypatch, capsys, arguments, said):
+def test_what_is_missing_on_the_command_line_is_said(main, monkeypatch, arguments, said):
     monkeypatch.delenv("RANK", raising=False)
-    assert_refused(in_process(monkeypatch, capsys)("doctor", *arguments), said)
+    assert_refused(main("doctor", *arguments), said)

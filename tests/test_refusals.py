@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from command import assert_refused, in_process
+from command import assert_refused
 
 import rotary
 from rotary import Rotary, configs, from_hf_config, fused, plan, plots, programs
@@ -91,11 +91,6 @@ def test_parts_take_the_types_of_the_model_that_is_named():
 
 
 # --- commands ---
-
-
-@pytest.fixture
-def main(monkeypatch, capsys):
-    return in_process(monkeypatch, capsys)
 
 
 @pytest.fixture
