@@ -224,32 +224,6 @@ def cache_of(shape, dtype=np.float64):
     return np.full(shape, 77, dtype)
 
 
-@pytest.mark.parametrize("is_flat", [True, False])
-@pytest.mark.parametrize("seq_dim", [-2, -3])
-@pytest.mark.parametrize("form", ["flat", "blocks", "blocks, heads first"])
-def test_every_token_is_in_its_slot(form, seq_dim, is_flat):
-    spec, (q, k), norm = SPECS["half"], arrays((2,)), Norm(*weights("head"), EPS)
-    v = RNG.standard_normal((2, 2, SEQ, 5))
-    want, keys, _ = fused(q, k, None, spec, norm=norm)
-    slots = np.array([[11, 3, -1, 0, 8, 2], [1, -7, 4, 5, 6, 7]])
-    memory = [cache_of({"flat": (12, 2, dim), "blocks": (3, 4, 2, dim)}.get(form, (3, 2, 4, dim)))
-              for dim in (DIM, 5)]  # fmt: skip
-    views = [x.swapaxes(1, 2) if form == "blocks, heads first" else x for x in memory]
-    cache = KVCache(*views, slots.reshape(-1) if is_flat else slots)
-    args = [x.swapaxes(1, 2) if seq_dim == -3 else x for x in (q, k, v)]
-    y, nothing, neither = fused(*args, spec, norm=norm, cache=cache, seq_dim=seq_dim)
-    assert nothing is neither is None
-    np.testing.assert_array_equal(y.swapaxes(1, 2) if seq_dim == -3 else y, want)
-    for view, values in zip(views, (keys, v), strict=True):
-        rows = view.reshape(12, 2, -1)
-        for (batch, at), slot in np.ndenumerate(slots):
-            if slot >= 0:
-                np.testing.assert_array_equal(rows[slot], values[batch, :, at])
-        unwritten = sorted(set(range(12)) - set(slots.reshape(-1).tolist()))
-        assert unwritten == [9, 10]
-        assert (rows[unwritten] == 77).all()
-
-
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_cache_of_few_bits(kind):
     spec, (q, k) = SPECS["half"], arrays(dtype=np.float32)
@@ -274,31 +248,6 @@ def test_a_cache_of_few_bits(kind):
     back = cache.v[slots].astype(np.float32) * scales[1][slots][..., None]
     assert (np.abs(back - k.swapaxes(0, 1)) <= step * np.abs(k).max()).all()
     del keys
-
-
-@pytest.mark.parametrize("scale", [0.5, 1.0])  # the loops take no scale
-@pytest.mark.parametrize("form", ["flat", "blocks"])
-def test_a_latent_cache_holds_the_latent_part_and_the_rotated_one(form, scale):
-    spec = Rotary(12, 4, 8, base=100.0, layout="interleaved", out_layout="half")
-    q = RNG.standard_normal((2, 3, SEQ, 12))
-    k, latent = RNG.standard_normal((2, 1, SEQ, 4)), RNG.standard_normal((2, SEQ, 7))
-    weight = RNG.standard_normal(7)
-    rows = cache_of((4, 4, 11) if form == "blocks" else (16, 11))
-    slots = np.arange(12)[::-1].copy()
-    slots[3] = -1
-    cache = LatentCache(rows, slots, scale)
-    y, nothing, neither = fused(q, k, latent, spec, cache=cache, norm=Norm(None, None, EPS, weight))
-    assert nothing is neither is None
-    np.testing.assert_array_equal(y, rotary.apply(spec, q))
-    alone = Rotary(4, base=100.0, layout="interleaved", out_layout="half")
-    keys = rotary.apply(alone, k)[:, 0].reshape(12, 4)
-    mean = np.square(latent).mean(-1, keepdims=True)
-    latent = (latent / np.sqrt(mean + EPS) * weight).reshape(12, 7)
-    for token, slot in enumerate(slots):
-        if slot >= 0:
-            want = np.concatenate([latent[token], keys[token]]) / scale
-            np.testing.assert_allclose(rows.reshape(16, 11)[slot], want, rtol=1e-12)
-    assert (rows.reshape(16, 11)[[8, 12, 13, 14, 15]] == 77).all()
 
 
 # --- the loops, and when they are not taken ---

@@ -8,7 +8,7 @@ import pytest
 from libraries import if_installed, is_jax_on_cpu
 
 import rotary
-from rotary import KVCache, LatentCache, Norm, Rotary, fused
+from rotary import KVCache, Norm, Rotary, fused
 
 jax = if_installed("jax")
 jnp = if_installed("jax.numpy")
@@ -168,29 +168,6 @@ def memory_of(form, dims, dtype=np.float32):
     return [x.swapaxes(1, 2) if form == "blocks, heads first" else x for x in made]
 
 
-@pytest.mark.parametrize(
-    ("form", "is_traced"), [("flat", True), ("blocks", False), ("blocks, heads first", True)]
-)
-def test_the_new_caches_have_every_token_in_its_slot(form, is_traced):
-    spec = SPECS["half"]
-    q, k = arrays(spec)
-    v, norm = numbers(2, 2, SEQ, 5), norm_of(spec)
-    memory = memory_of(form, (8, 5))
-    given = [jnp.array(x) for x in memory]  # asarray of some releases shares the memory
-
-    def call(q, k, v, keys, values, slots):
-        return fused(q, k, v, spec, norm=norm, cache=KVCache(keys, values, slots))
-
-    args = [jnp.asarray(x) for x in (q, k, v)]
-    slots = jnp.asarray(SLOTS) if is_traced else SLOTS.reshape(-1)
-    got = (jax.jit(call) if is_traced else call)(*args, *given, slots)
-    y, *_ = fused(q, k, v, spec, norm=norm, cache=KVCache(*memory, SLOTS))
-    for result, want in zip(got, (y, *memory), strict=True):
-        assert_close(result, want)
-    for old in given:
-        assert (old == 77).all()  # an array of JAX never changes
-
-
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
 def test_a_cache_of_few_bits_and_its_scales(kind):
     spec = SPECS["half"]
@@ -207,19 +184,6 @@ def test_a_cache_of_few_bits_and_its_scales(kind):
     assert (scales == 0).sum() == 4  # the two slots that nothing was written to
     assert_codes(keys, memory[0])
     assert_codes(values, memory[1])
-
-
-def test_rows_of_multi_head_latent_attention():
-    spec = Rotary(12, 4, 8, base=100.0, layout="interleaved", out_layout="half")
-    q, k, latent = numbers(2, 3, SEQ, 12), numbers(2, 1, SEQ, 4), numbers(2, SEQ, 7)
-    norm = Norm(None, None, EPS, numbers(7))
-    rows = np.full((3, 4, 11), 77, np.float32)
-    y, new, nothing = fused(*map(jnp.asarray, (q, k, latent)), spec, norm=norm,
-                            cache=LatentCache(jnp.asarray(rows), SLOTS, 0.5))  # fmt: skip
-    want, *_ = fused(q, k, latent, spec, norm=norm, cache=LatentCache(rows, SLOTS, 0.5))
-    assert nothing is None
-    assert_close(y, want)
-    assert_close(new, rows)
 
 
 @pytest.mark.usefixtures("optimized")

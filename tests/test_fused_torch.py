@@ -13,7 +13,7 @@ from libraries import of_transformers
 from torch import Tensor
 
 import rotary
-from rotary import KVCache, LatentCache, Norm, Rotary, fused
+from rotary import KVCache, Norm, Rotary, fused
 from rotary.kernels.torch import fused as torch_fused
 
 pytestmark = pytest.mark.usefixtures("numpy_by_formula")
@@ -111,54 +111,6 @@ def test_the_formula_agrees_with_the_reference(name, form, by_formula):
     want = fused(numbers(q), numbers(k), None, spec, norm=in_float64(norm))
     np.testing.assert_allclose(y, want[0], rtol=0, atol=1e-14 * np.abs(want[0]).max())
     np.testing.assert_allclose(z, want[1], rtol=0, atol=1e-14 * np.abs(want[1]).max())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seq_dim", [-2, -3])
-@pytest.mark.parametrize("form", ["flat", "blocks", "heads first"])
-def test_the_loops_write_every_token_to_its_slot(form, seq_dim, dtype):
-    spec, heads, seq = SPECS["interleaved slice"], (4, 2), 40
-    q, k = tensors(spec, seq=seq, dtype=dtype, seq_dim=seq_dim)
-    v = torch.randn(*k.shape[:-1], 24).to(dtype)
-    norm = norm_of(spec)
-    slots = torch.randperm(96)[: 2 * seq]
-    slots[::7] = -1
-    shape = {"flat": (96, 2), "blocks": (12, 8, 2), "heads first": (12, 2, 8)}[form]
-    memory = [torch.full((*shape, dim), 77.0, dtype=dtype) for dim in (spec.head_dim, 24)]
-    views = [x.transpose(1, 2) if form == "heads first" else x for x in memory]
-    (y, *nothing), is_compiled = run(
-        q=q, k=k, v=v, spec=spec, norm=norm, seq_dim=seq_dim,
-        cache=KVCache(*views, slots.view(2, seq)),
-    )  # fmt: skip
-    assert is_compiled
-    assert nothing == [None, None]
-    want, keys, _ = fused(q, k, None, spec, norm=norm, seq_dim=seq_dim)
-    assert torch.equal(y, want)
-    for view, values in zip(views, (keys, v), strict=True):
-        rows = view.reshape(96, heads[1], -1)
-        values = values if seq_dim == -3 else values.transpose(1, 2)
-        expected = torch.full_like(rows, 77.0)
-        expected[slots[slots >= 0]] = values.flatten(0, 1)[slots >= 0]
-        assert torch.equal(rows, expected)
-
-
-def test_the_loops_write_rows_of_multi_head_latent_attention():
-    spec = Rotary(48, 16, 32, base=100.0, layout="interleaved", out_layout="half")
-    q, k = torch.randn(2, 33, 4, 48), torch.randn(2, 33, 1, 16)
-    latent, weight = torch.randn(2, 33, 96), torch.randn(96)
-    slots = torch.randperm(128)[:66]
-    slots[3] = -1
-    rows = torch.zeros(8, 16, 112)
-    norm = Norm(None, None, EPS, weight)
-    (y, *_), is_compiled = run(q=q, k=k, v=latent, spec=spec, norm=norm, seq_dim=-3,
-                               cache=LatentCache(rows, slots))  # fmt: skip
-    assert is_compiled
-    expected = np.zeros((8, 16, 112), np.float32)
-    args = [x.numpy() for x in (q, k, latent)]
-    want, *_ = fused(*args, spec, norm=in_float64(norm), seq_dim=-3,
-                     cache=LatentCache(expected, slots.numpy()))  # fmt: skip
-    assert_close(y, want, torch.float32)
-    assert_close(rows, expected, torch.float32)
 
 
 def test_large_calls_on_all_threads_are_as_small_ones():

@@ -69,13 +69,6 @@ def test_what_is_rounded_is_named(name):
     assert found.right_up_to == right_up_to
 
 
-def test_float32_angles_go_wrong_far_out_and_float64_angles_do_not():
-    far = identify(partial(rope, angles=F32, rates=F32), D, form="positions")
-    assert far.codes == ("float32_angles",)
-    assert 2**13 <= far.right_up_to <= 2**17
-    assert identify(rope, D, form="positions").right_up_to == 2**20
-
-
 @pytest.mark.parametrize(("width", "base"), [(16, 1e4), (64, 1e4), (80, 1e4), (256, 1e6)])
 def test_float32_angles_are_right_up_to_where_they_are_said_to_be(width, base):
     """Powers of two, where products are hardly rounded, are right two to three times as far."""

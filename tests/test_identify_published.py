@@ -318,21 +318,6 @@ def test_float32_angles_are_no_running_product(base, d):
 # --- what is not one rotation per pair ---
 
 
-def test_a_complex_table_that_lost_its_imaginary_part():
-    def real_part(x, positions):
-        return (x * np.cos(np.tile(positions[:, None] * LADDER, 2))).astype(x.dtype)
-
-    found = found_in(real_part)
-    assert (found.codes, found.spec) == (("sin_missing",), None)
-
-
-def test_cos_of_a_table_of_cos():
-    found = found_in(
-        partial(rope, cos=lambda a: np.cos(np.cos(a)), sin=lambda a: np.sin(np.sin(a)))
-    )
-    assert (found.codes, found.spec) == (("cos_of_cos",), None)
-
-
 def test_tables_that_are_mixed_have_no_frequencies():
     """FoPE: learned matrices mix the cos and the sin of all pairs."""
     mix = np.tile(np.linalg.qr(np.random.default_rng(0).standard_normal((D // 2, D // 2)))[0], 2)
@@ -396,20 +381,6 @@ def test_a_length_that_is_that_of_the_batch():
     assert alone.codes == ("depends_on_length",)
     batch = found_in(partial(by_row, length=np.max))
     assert batch.codes == ("depends_on_length", "depends_on_batch")
-
-
-def test_a_dynamic_base_of_transformers_is_that_of_the_batch():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = llama.LlamaConfig(
-        hidden_size=512, num_attention_heads=8, head_dim=D, max_position_embeddings=4096,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    )  # fmt: skip
-    embedding = llama.LlamaRotaryEmbedding(config)
-
-    def rotate(x, positions):
-        return llama.apply_rotary_pos_emb(x, x, *embedding(x, positions))[0]
-
-    assert found_in(rotate).codes == ("depends_on_batch", "depends_on_length")
 
 
 def unrotated(condition):

@@ -195,22 +195,6 @@ def test_moving_by_a_distance_takes_the_tables_of_that_distance(start, distance)
     np.testing.assert_array_equal(ours, wanted)
 
 
-def test_negative_positions_are_refused_unless_they_are_meant():
-    here, there = np.array([3]), np.array([-1])
-    for places in ((here, there), (there, here)):
-        with pytest.raises(ValueError, match="positions must be >= 0, got -1"):
-            moved_cos_sin(SPEC, SPEC, *places, here)
-
-
-def test_an_equal_spec_that_is_another_object_moves_alike():
-    where = np.arange(5) + 2**50
-    one, other = (
-        moved_cos_sin(SPEC, new, where, where - 2**50, where)
-        for new in (SPEC, Rotary.from_json(SPEC.to_json()))
-    )
-    np.testing.assert_array_equal(one, other)
-
-
 def test_two_ways_to_say_the_same_frequencies_move_alike():
     custom = Rotary(8, schedule="custom", params={"inv_freq": rotary.inv_freq(SPEC)[0]})
     where = np.arange(5) + 2**50
@@ -551,6 +535,7 @@ WRONG = {
         "to_positions must be (5, 2) or, for a 4-D k, (batch, 5, 2); got shape (5,)",
     ),
     "negative": ({"from_positions": range(-1, 4)}, "positions must be >= 0, got -1; pass allow"),
+    "negative target": ({"to_positions": range(-1, 4)}, "positions must be >= 0, got -1"),
     "a sequence axis that is none": ({"seq_dim": 3}, "seq_dim=3 is not an axis before the last"),
     "lengths of other rows": (
         {"spec": DYNAMIC, "seq_len": [1, 2, 3]},

@@ -210,16 +210,8 @@ def test_row_numbers_changed_before_the_backward_pass_are_noticed():
     x, rows, (cos, sin) = randn(3, 4, grad=True), torch.arange(3), tables(3, 2)
     result = rotary.rotate(x, cos, sin, positions=rows, layout="half")
     rows += 1
-    got, message = None, ""
-    try:
-        (got,) = torch.autograd.grad(result.sum(), x)
-    except RuntimeError as error:
-        message = str(error)
-    if got is None:
-        assert "modified by an inplace operation" in message
-    else:
-        (want,) = torch.autograd.grad(formula(x, cos, sin).sum(), x)
-        torch.testing.assert_close(got, want)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(result.sum(), x)
 
 
 @pytest.mark.parametrize("out_layout", ["half", "interleaved"])
@@ -230,20 +222,6 @@ def test_a_batch_of_gradients_is_that_of_single_ones(layout, out_layout):
     (rows,) = torch.autograd.grad(y, x, upstream, retain_graph=True, is_grads_batched=True)
     single = [torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in upstream]
     torch.testing.assert_close(rows, torch.stack(single), rtol=0, atol=0)
-
-
-def test_many_gradients_in_one_backward_pass():
-    x, (cos, sin) = randn(3, 4, grad=True), tables(3, 2)
-    jacobian = torch.autograd.functional.jacobian(formula, (x, cos, sin))[0]
-    upstream = torch.eye(12).view(12, 3, 4)
-    (rows,) = torch.autograd.grad(
-        rotary.rotate(x, cos, sin, layout="half"), x, upstream, is_grads_batched=True
-    )
-    torch.testing.assert_close(rows.view(3, 4, 3, 4), jacobian, rtol=0, atol=0)
-    vectorized = torch.autograd.functional.jacobian(
-        lambda x: rotary.rotate(x, cos, sin, layout="half"), x, vectorize=True
-    )
-    torch.testing.assert_close(vectorized, jacobian, rtol=0, atol=0)
 
 
 # --- out= and autograd ---
