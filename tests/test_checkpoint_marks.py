@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from checkpoints import OTHER
 from families import FAMILIES, GPTJ, distance, tiny_model
 from safetensors.torch import load_file, save_file
 from test_checkpoint_end_to_end import loaded, logits, moved, saved
-from test_checkpoint_models import CASES, OTHER, converted, layout_of, model_of, run, tensors_of
 from transformers import AutoModel, AutoModelForCausalLM
 
 import rotary
@@ -16,54 +16,9 @@ from rotary import from_hf_config
 from rotary.audit import audit
 from rotary.checkpoint import convert_checkpoint
 from rotary.checkpoint.files import MANIFEST
-from rotary.checkpoint.layout import unread_layout, with_layout
-from rotary.checkpoint.plan import plan
-
-WITH_A_KEY = ("deepseek_v3", "mistral4")  # of CASES: their code in transformers reads a key
-
-
-def moved_model(case):
-    """(a model, what it computed, the same in the other layout with the config that says so)."""
-    model = model_of(case)
-    before = run(model, case)
-    state, config = model.state_dict(), model.config.to_dict()
-    source = layout_of(model.config)
-    made = plan(tensors_of(state), config, source, OTHER[source])
-    written = with_layout(config, OTHER[source])
-    other = AutoModel.from_config(type(model.config).from_dict(written)).eval()
-    other.load_state_dict(converted(state, made))
-    return model, before, other, OTHER[source]
-
+from rotary.checkpoint.layout import with_layout
 
 # --- what transformers computes, and what `patch` does ---
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_is_right_or_the_config_is_marked_and_patch_is_right(case):
-    _, before, model, layout = moved_model(case)
-    unread = unread_layout(model.config)
-    assert layout_of(model.config) == layout
-    assert (unread is None) == (distance(run(model, case), before) < 1e-5)
-    assert (unread is None) == (CASES[case][0] in WITH_A_KEY)
-    with rotary.patch(model) as patched:
-        assert distance(run(model, case), before) < 1e-5
-    assert patched.skipped == []
-    if unread:
-        assert (unread.weights, unread.code) == (layout, OTHER[layout])
-        assert distance(run(model, case), before) > 1e-3
-        assert all(layout in what for _, what in patched.patched if "as the config says" in what)
-        assert "as the config says" in str(patched)
-
-
-@pytest.mark.parametrize(("family", "values"), [("gptj", GPTJ), ("llama", {})])
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_folder_that_was_converted_is_right_once_patched(tmp_path, family, values, exact):
-    before = logits(saved(family, tmp_path / "a", **values))
-    moved(tmp_path / "a", tmp_path / "b")
-    model = loaded(tmp_path / "b")
-    assert distance(logits(model), before) > 1e-3
-    with rotary.patch(model, exact=exact):
-        assert distance(logits(model), before) < 1e-5
 
 
 def test_a_model_saved_again_keeps_the_mark(tmp_path):
