@@ -129,6 +129,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def poisoned():
+    """torch fills new memory with NaN: what a kernel forgets to write shows."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="module")
 def xla_in_less_time():
     """XLA without most of its optimizations: where a test is not about bits, nor the program."""

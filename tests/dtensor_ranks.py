@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from grids import pairwise
+from published import scaled
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -32,14 +33,8 @@ SPECS = {
     "a slice, mixed": rotary.Rotary(
         head_dim=8, rotary_dim=4, start=2, layout="interleaved", out_layout="half", sign=-1
     ),
-    "dynamic": rotary.Rotary(
-        head_dim=8,
-        schedule="dynamic",
-        params={"factor": 2.0, "original_max_position_embeddings": 4},
-    ),
-    "yarn": rotary.Rotary(
-        head_dim=8, schedule="yarn", params={"factor": 4.0, "original_max_position_embeddings": 64}
-    ),
+    "dynamic": scaled("dynamic", 8, 2.0, 4),
+    "yarn": scaled("yarn", 8, 4.0, 64),
 }
 BATCH, HEADS, SEQ = 3, (4, 2), 7  # no axis but the heads of q is a multiple of the ranks
 

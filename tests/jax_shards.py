@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_shards_model import collectives, furthest, shared_model
 from libraries import quick_xla
+from published import scaled
 
 import rotary
 from rotary import positions
@@ -33,14 +34,8 @@ SPECS = {
     "mixed": rotary.Rotary(head_dim=HEAD_DIM, layout="interleaved", out_layout="half"),
     "slice": rotary.Rotary(head_dim=HEAD_DIM, rotary_dim=16, start=8, layout="interleaved"),
     "axes": rotary.Rotary(head_dim=HEAD_DIM, axes=positions.sections(8, 4, 4)),
-    "yarn": rotary.Rotary(
-        head_dim=HEAD_DIM, schedule="yarn",
-        params={"factor": 8.0, "original_max_position_embeddings": 4096},
-    ),
-    "dynamic": rotary.Rotary(
-        head_dim=HEAD_DIM, schedule="dynamic",
-        params={"factor": 2.0, "original_max_position_embeddings": 16},
-    ),
+    "yarn": scaled("yarn", HEAD_DIM, 8.0, 4096),
+    "dynamic": scaled("dynamic", HEAD_DIM, 2.0, 16),
     "longrope": rotary.Rotary(head_dim=HEAD_DIM, schedule="longrope", params=LONGROPE),
 }  # fmt: skip
 SHARDINGS = {

@@ -1,14 +1,18 @@
-"""Shapes for every kernel, with numbers to rotate, as NumPy arrays."""
+"""Shapes and specs for every kernel, with numbers to rotate, and exact angles, as NumPy arrays."""
 
 import itertools
 from typing import NamedTuple
 
 import numpy as np
 from libraries import if_installed
+from published import scaled
 
+import rotary
+from rotary import Rotary
 from rotary.kernels.geometry import Options
 
 ml_dtypes = if_installed("ml_dtypes")
+mpmath = if_installed("mpmath")
 torch = if_installed("torch")
 
 DTYPES = {
@@ -31,6 +35,19 @@ def to_numpy(tensor):
     if tensor.dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(DTYPES["bfloat16"])
     return tensor.numpy()
+
+
+def randn(*shape, seed=0, dtype=None, grad=False):
+    """Random numbers of torch, float32 unless another dtype is given; alike in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return made.to(dtype or torch.float32).requires_grad_(grad)
+
+
+def way(options):
+    """What `rotate` is passed for options."""
+    names = set(Options._fields) - {"head_dim", "conjugate"}
+    return {name: getattr(options, name) for name in names}
 
 
 class Case(NamedTuple):
@@ -111,3 +128,48 @@ def tables(shape, pairs, seed=2):
 def operands(case, dtype):
     q, k = (numbers(seed, shape, dtype) for seed, shape in enumerate((case.q, case.k)))
     return (q, k), *tables(case.table, (case.rotary_dim or case.q[-1]) // 2)
+
+
+SPEC = Rotary(head_dim=64, base=5e5)
+SPECS = {
+    "half": SPEC,
+    "interleaved": Rotary(head_dim=64, layout="interleaved"),
+    "interleaved in, half out": Rotary(head_dim=64, layout="interleaved", out_layout="half"),
+    "half in, interleaved out": Rotary(head_dim=64, layout="half", out_layout="interleaved"),
+    "a slice": Rotary(head_dim=80, rotary_dim=32, start=16, layout="interleaved"),
+    "backwards": Rotary(head_dim=64, sign=-1),
+    "amplitude": scaled("yarn", 64, 8.0, 4096),
+    "three axes": Rotary(head_dim=64, axes=rotary.positions.sections(16, 8, 8)),
+}  # fmt: skip
+DYNAMIC = scaled("dynamic", 64, 2.0, 16)  # fmt: skip
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+LADDERS = [[1.0, 0.01, 1e-4], [1000.0, 100.0, 7.0], [0.0, -1.5, 2.0]]
+FRACTIONS = [0.5, -0.5, 2.0**-30, -(2.0**-30), 1e-30, 0.0, 123_456.75]
+FRACTIONS = np.append(FRACTIONS, np.outer([1, 3e4], np.random.default_rng(0).uniform(-1, 1, 50)))
+
+
+def ids(spec, *shape, high=100_000):
+    axes = (spec.num_axes,) if spec.num_axes > 1 else ()
+    return np.random.default_rng(3).integers(0, high, (*shape, *axes))
+
+
+def range_of(dtype):
+    """Whole numbers of a type, up to its ends and not beyond 2^39."""
+    info = np.iinfo(dtype)
+    return sorted({max(info.min, -(2**39)), 0, 1, 100, min(info.max, 2**39)})
+
+
+def exact_of(inv_freq, where):
+    """cos and sin of where x inv_freq from 60-digit arithmetic: (len(where), pairs) float64."""
+    with mpmath.workdps(60):
+        angles = [[mpmath.mpf(float(w)) * mpmath.mpf(float(p)) for w in inv_freq] for p in where]
+        return tuple(
+            np.array([[float(f(angle)) for angle in row] for row in angles])
+            for f in (mpmath.cos, mpmath.sin)
+        )
+
+
+def exact(spec, where):
+    """The same times the attention factor, for the frequencies of a spec and one axis."""
+    frequencies, factor = rotary.inv_freq(spec)
+    return tuple(factor * table for table in exact_of(frequencies, where))

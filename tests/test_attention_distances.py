@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from attention_arrays import FAR, LIBRARIES, SHIFT, draw, qkv
 from libraries import if_installed
+from published import scaled
 
 from rotary import Rotary, inv_freq
 from rotary.attention import (
@@ -116,8 +117,7 @@ def test_attention_is_that_of_pairs_rotated_one_by_one(name, library, dtype):
 @EACH
 def test_a_spec_with_an_amplitude_keeps_it(name):
     distances, formula = MAPS[name]
-    params = {"factor": 8.0, "original_max_position_embeddings": 16}
-    spec = Rotary(head_dim=16, schedule="yarn", params=params)
+    spec = scaled("yarn", 16, 8.0, 16)
     q, k, v = qkv(20, 16)
     ours = distance_attention(q, k, v, spec, distances)
     wanted = brute_force(q, k, v, spec, range(20), range(20), formula)

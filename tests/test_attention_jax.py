@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from attention_arrays import FAR
 from libraries import enable_x64, if_installed
+from published import scaled
 
 from rotary import Rotary
 from rotary.attention import (
@@ -35,9 +36,7 @@ SPEC = Rotary(head_dim=32)
 NEAR = 1e-6
 draw = partial(attention_arrays.draw, dtype=np.float32)
 qkv = partial(attention_arrays.qkv, dtype=np.float32)
-DYNAMIC = Rotary(
-    head_dim=32, schedule="dynamic", params={"factor": 2.0, "original_max_position_embeddings": 8}
-)
+DYNAMIC = scaled("dynamic", 32, 2.0, 8)
 
 
 pytestmark = pytest.mark.usefixtures("xla_in_less_time")
@@ -211,15 +210,6 @@ def test_positions_beyond_the_integers_of_jax_are_refused():
     far, x = jnp.asarray([0, 2**31], np.uint32), jnp.ones((2, 32))
     with pytest.raises(ValueError, match=f"positions must fit in int32, got {2**31}$"):
         softmax_attention(x, x, x, q_positions=far, k_positions=far)
-
-
-def test_a_state_crosses_a_compiled_call():
-    arrays = qkv(2, 9, 32)
-    first, rest = [x[:, :4] for x in arrays], [x[:, 4:] for x in arrays]
-    call = jax.jit(lambda q, k, v, state: chunked_linear_attention(q, k, v, SPEC, state=state))
-    head, state = call(*first, None)
-    tail, _ = call(*rest, state)
-    assert_near(jnp.concatenate((head, tail), axis=-2), linear_attention(*arrays, SPEC), 1e-5)
 
 
 @pytest.mark.parametrize("start", [2**31 - 5, FAR, np.int64(FAR), np.array([FAR, 3])])

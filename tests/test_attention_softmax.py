@@ -2,13 +2,13 @@
 
 import math
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from attention_arrays import DTYPES, FAR, LIBRARIES, SHIFT, draw, qkv
 from libraries import if_installed
+from programs import alone
+from published import scaled
 
 from rotary import Rotary, apply, inv_freq
 from rotary.attention import (
@@ -119,8 +119,7 @@ def test_negative_positions_are_asked_for(name, library):
 @LIBRARIES
 @pytest.mark.parametrize("last", [-3, 6.5])
 def test_the_length_of_negative_and_fractional_positions(library, last):
-    params = {"factor": 2.0, "original_max_position_embeddings": 4}
-    spec, x = Rotary(8, schedule="dynamic", params=params), [library(e) for e in qkv(1, 2, 3, 8)]
+    spec, x = scaled("dynamic", 8, 2.0, 4), [library(e) for e in qkv(1, 2, 3, 8)]
     where = library(np.array([last - 2, last - 1, last]))
     ours = softmax_attention(*x, spec, q_positions=where, k_positions=where, allow_negative=True)
     options = {"seq_len": max(0, int(last) + 1), "allow_negative": True}
@@ -162,8 +161,7 @@ NARROW = pytest.mark.parametrize("kind", ["i1", "u1", "u2", "u4", "u8"])
 def test_positions_of_a_narrow_type_hide_and_scale_as_others_do(kind):
     """Their differences are below 0, and the length behind 255 is 256: neither fits in the type."""
     arrays = qkv(2, 4, 8)
-    params = {"factor": 2.0, "original_max_position_embeddings": 8}
-    spec = Rotary(head_dim=8, schedule="dynamic", params=params)
+    spec = scaled("dynamic", 8, 2.0, 8)
     wide = np.arange(124, 128) if kind == "i1" else np.arange(252, 256)
     for attend in (
         lambda p, x: softmax_attention(*x, q_positions=p, k_positions=p),
@@ -291,8 +289,7 @@ def test_scores_beyond_float16_do_not_overflow(library):
 @pytest.mark.parametrize("length", [8, 40])
 @LIBRARIES
 def test_a_spec_that_depends_on_the_length_takes_that_of_the_keys(library, length):
-    params = {"factor": 4.0, "original_max_position_embeddings": 16}
-    spec = Rotary(head_dim=16, schedule="dynamic", params=params)
+    spec = scaled("dynamic", 16, 4.0, 16)
     arrays = list(map(library, qkv(2, 2, length, 16)))
     whole = softmax_attention(*arrays, spec)
     half = np.arange(length // 2, length)
@@ -334,7 +331,7 @@ def test_attention_on_numpy_does_not_load_torch():
         "a.mixed_cos_sin(a.mixed_directions(4, [0.0]), np.zeros((3, 2), np.int64))\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    alone(code)
 
 
 def test_an_unknown_library_is_named():
@@ -493,8 +490,7 @@ def test_p_rope_scores_of_still_pairs_do_not_depend_on_the_distance():
 
 def test_queries_of_one_row_see_keys_whose_rows_have_other_lengths():
     """Dynamic NTK rotates each row by the length of its keys."""
-    grown = {"factor": 2.0, "original_max_position_embeddings": 4}
-    spec = Rotary(head_dim=8, schedule="dynamic", params=grown)
+    spec = scaled("dynamic", 8, 2.0, 4)
     q, k = np.random.default_rng(0).standard_normal((2, 2, 1, 3, 8))
     of_keys, of_queries = np.array([[0, 1, 2], [7, 8, 9]]), np.array([9, 10, 11])
     wanted = softmax_attention(q, k, k, spec, q_positions=np.tile(of_queries, (2, 1)),
@@ -505,8 +501,7 @@ def test_queries_of_one_row_see_keys_whose_rows_have_other_lengths():
 
 def test_one_row_of_query_positions_beside_keys_of_two_lengths():
     """For values too it is that row for every row; before, this was an error."""
-    params = {"factor": 4.0, "original_max_position_embeddings": 4}
-    spec = Rotary(head_dim=8, schedule="dynamic", params=params)
+    spec = scaled("dynamic", 8, 4.0, 4)
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 2, 6, 8))
     one, keys = np.arange(6) + 5, np.arange(6) + np.array([[0], [5]])
     found, wanted = (

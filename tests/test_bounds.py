@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import LLAMA_2, LLAMA_3_1
+from published import LLAMA_2, LLAMA_3_1, scaled
 
 from rotary import Rotary, inv_freq
 from rotary.analysis.bounds import failures, first_failure, lowest, similarity, survey
@@ -42,8 +42,7 @@ def test_first_failures_of_common_bases(base, first):
         (LLAMA_3_1, 85133),
         (Rotary(head_dim=128, schedule="linear", params={"factor": 8.0}), 13649),
         (
-            Rotary(head_dim=128, schedule="yarn",
-                   params={"factor": 8.0, "original_max_position_embeddings": 4096}),
+            scaled("yarn", 128, 8.0, 4096),
             8886,
         ),
     ],
@@ -148,8 +147,7 @@ def test_pairs_of_axes_that_stand_still_count_fully():
 
 
 def test_the_length_of_the_row_reaches_dynamic_frequencies():
-    params = {"factor": 4.0, "original_max_position_embeddings": 2048}
-    spec = Rotary(head_dim=128, schedule="dynamic", params=params)
+    spec = scaled("dynamic", 128, 4.0, 2048)
     short, long = (first_failure(spec, seq_len=length) for length in (2048, 65536))
     assert short == 1707
     assert long > 10 * short

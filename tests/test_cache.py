@@ -2,12 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
+from programs import alone
 
 from rotary.cache import Cache
 
@@ -154,24 +153,12 @@ print(seen, wrong)
 """
 
 
-def python(script, count):
-    """What a fresh interpreter prints; it is killed if it hangs."""
-    answer = subprocess.run(
-        [sys.executable, "-c", script, str(count)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return answer.stdout.strip()
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_forks_in_two_threads_beside_threads_that_evict():
     """Without the hook 8 children in 100 hang: none of 250 does so once in 10^9 runs."""
-    assert python(EVICTING, 250) == "250 {0}"
+    assert alone(EVICTING, 250) == "250 {0}\n"
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
 def test_signals_whose_handler_rotates():
-    assert python(SIGNALLED, 3000) == "3000 0"
+    assert alone(SIGNALLED, 3000) == "3000 0\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from published import scaled
 
 import rotary
 from rotary import Rotary
@@ -96,8 +97,7 @@ PHI35_LADDER, PHI35_SIZE = ladder(1e4, 96), math.sqrt(1 + math.log(32) / math.lo
 
 
 def dynamic(factor, trained, d=64):
-    params = {"factor": factor, "original_max_position_embeddings": trained}
-    return Rotary(head_dim=d, schedule="dynamic", params=params)
+    return scaled("dynamic", d, factor, trained)
 
 
 def grown(length, factor, trained, d=64):

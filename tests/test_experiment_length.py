@@ -1,7 +1,6 @@
 """Length extrapolation: every method is its definition, and the same bytes are asked for."""
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from experiments.e3_length import run as length
 from experiments.lab import data, results
 from experiments.lab.model import Config, build
 from experiments.lab.sweep import best_rate, chosen, validation
+from programs import assert_printed
 
 import rotary
 
@@ -156,9 +156,7 @@ def test_a_line_is_a_method_and_a_difference_is_taken_seed_by_seed():
 def test_one_model_is_read_in_every_way(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["run", "--quick", "--seeds", "1", "--out", str(tmp_path)])
     length.main()
-    printed = capsys.readouterr().out
-    assert re.search(r"^gate passed: [1-9]\d* results ", printed, re.MULTILINE)
-    assert re.search(r"^\|(?:---\|)+\n(?:\|.*\|\n)+", printed, re.MULTILINE), "no table is printed"
+    assert_printed(capsys.readouterr().out)
     rows = results.rows(tmp_path / "results.jsonl")
     before = (tmp_path / "results.jsonl").read_bytes()
     monkeypatch.setattr(results, "report", lambda *_: None)  # it would draw the same again

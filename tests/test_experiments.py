@@ -24,10 +24,11 @@ from experiments.e7_digits import run as digits
 from experiments.e8_tuning import run as tuning
 from experiments.e9_design import run as designed
 from experiments.lab import command, data, results
-from experiments.lab.model import Config, build, linear_attention, softmax_attention
+from experiments.lab.model import Config, build, softmax_attention
 from experiments.lab.sweep import LADDER, Run, end_bits
 from experiments.lab.train import Recipe, processes, train
 from PIL import Image
+from programs import assert_printed
 
 import rotary
 from rotary import attention, plots
@@ -250,17 +251,6 @@ def test_softmax_attention_is_that_of_the_library(rope, causal):
     )
 
 
-def test_linear_attention_is_the_recurrence_of_the_library():
-    q, k, v = torch.randn(3, 2, 2, 9, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    spec = rotary.Rotary(head_dim=8, base=100.0)
-    cos, sin = rotary.cos_sin(spec, torch.arange(9))
-    found = linear_attention(
-        q, k, v, lambda q, k: rotary.rotate((q, k), cos, sin, layout="half"), causal=True
-    )
-    wanted = attention.recurrent_linear_attention(q.numpy(), k.numpy(), v.numpy(), spec)
-    torch.testing.assert_close(found, torch.from_numpy(wanted), atol=1e-5, rtol=1e-4)
-
-
 def test_what_two_models_share_starts_equal():
     models = {
         encoding: dict(build(Config(encoding, layers=2, width=32), seed=5).named_parameters())
@@ -420,11 +410,6 @@ def quick(module, folder, monkeypatch, seeds):
     return results.rows(folder / "results.jsonl")
 
 
-def assert_printed(printed):
-    assert re.search(r"^gate passed: [1-9]\d* results ", printed, re.MULTILINE)
-    assert re.search(r"^\|(?:---\|)+\n(?:\|.*\|\n)+", printed, re.MULTILINE), "no table is printed"
-
-
 def test_moving_a_trained_model_shows_in_float32_angles_alone(tmp_path, monkeypatch, capsys):
     rows = quick(shift, tmp_path, monkeypatch, seeds=2)
     assert_printed(capsys.readouterr().out)
@@ -486,10 +471,6 @@ def test_steps_to_a_level_are_read_between_looks():
 def test_the_table_of_a_readme_is_that_of_its_results(module):
     rows = results.rows(module.FOLDER / "results.jsonl")
     assert results.shown(module.FOLDER / "README.md") == module.table(rows)
-
-
-def test_every_experiment_is_looked_at_here():
-    assert {module.FOLDER for module in ALL} == set(EXPERIMENTS)
 
 
 def test_a_quick_run_takes_the_text_that_is_always_there_and_leaves_no_file():

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from published import LLAMA_2, LLAMA_3
+from published import LLAMA_2, LLAMA_3, scaled
 
 from rotary import Rotary, from_hf_config, inv_freq, to_hf_config
 from rotary.analysis import extension
@@ -71,11 +71,7 @@ def test_the_length_of_the_row_is_heard():
     )
     assert short == extension.unseen_share(LLAMA_2, 4096, LLAMA_2, 32767) > 0.1
     assert long == 0
-    dynamic = Rotary(
-        head_dim=128,
-        schedule="dynamic",
-        params={"factor": 8.0, "original_max_position_embeddings": 4096},
-    )
+    dynamic = scaled("dynamic", 128, 8.0, 4096)
     short, long = (extension.coverage(dynamic, 4096, seq_len)[-1] for seq_len in (None, 8192))
     assert short == pytest.approx(9 * long)
 

@@ -1,14 +1,14 @@
 """`apply(positions=)` of a few tokens makes no tables, with the same bits and the same errors."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import if_installed
+from programs import alone
+from published import scaled
 
 from rotary import Rotary, apply, cos_sin, rotate
 
@@ -27,8 +27,7 @@ SPECS = (
     Rotary(head_dim=8, out_layout="interleaved", sign=-1),
     Rotary(head_dim=10, schedule="llama3", params=LLAMA, base=5e5),
     Rotary(head_dim=12, axes=(0, 1, 2, 2, 1, 0)),
-    Rotary(head_dim=16, schedule="yarn",
-           params={"factor": 4.0, "original_max_position_embeddings": 64}),
+    scaled("yarn", 16, 4.0, 64),
 )  # fmt: skip
 
 
@@ -129,8 +128,4 @@ x = np.random.default_rng(0).standard_normal((1, 1900, 1, 128), np.float32)
 got = apply(spec, x, positions=at, seq_dim=1)
 np.testing.assert_array_equal(got, rotate(x, *cos_sin(spec, at), spec, seq_dim=1))
 """
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "4096"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr or f"ended by signal {-done.returncode}"
+    alone(script, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "4096"})

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from libraries import if_installed
+from published import scaled
 
 import rotary
 from rotary import KVCache, LatentCache, Norm, Rotary, fused
@@ -25,8 +26,7 @@ SPECS = {
     "mixed": Rotary(DIM, base=100.0, layout="interleaved", out_layout="half"),
     "slice": Rotary(DIM, 4, 2, base=100.0),
     "trailing": Rotary(DIM, 4, 4, base=100.0, layout="interleaved"),
-    "yarn": Rotary(DIM, schedule="yarn",
-                   params={"factor": 4.0, "original_max_position_embeddings": 64}),
+    "yarn": scaled("yarn", DIM, 4.0, 64),
     "backwards": Rotary(DIM, base=100.0, sign=-1),
 }  # fmt: skip
 

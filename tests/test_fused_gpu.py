@@ -14,6 +14,7 @@ from gpu_code import used_by, widths
 from grids import pairwise
 from interpreter import fused as interpreted
 from interpreter import mended
+from published import scaled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -33,8 +34,7 @@ SPECS = {
     "mixed": Rotary(8, base=100.0, layout="interleaved", out_layout="half"),
     "slice": Rotary(8, 4, 2, base=100.0),
     "trailing, 3 pairs": Rotary(12, 6, 6, base=100.0, layout="interleaved"),
-    "yarn": Rotary(8, schedule="yarn",
-                   params={"factor": 4.0, "original_max_position_embeddings": 64}),
+    "yarn": scaled("yarn", 8, 4.0, 64),
 }  # fmt: skip
 SLOTS = torch.tensor([3, 4, -1, 7, 8, 0, 11, 12, 13, -1, 15, 14])
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from kernel_cases import LAYOUTS, way
 from model_rotations import turned, turned_complex, turned_pairs
 
 import rotary
@@ -23,10 +24,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),  # what the compiler advises
+    pytest.mark.usefixtures("poisoned"),
 ]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-LAYOUTS = [(a, b) for a in ("half", "interleaved") for b in ("half", "interleaved")]
 SAME = ["half", "interleaved"]
 SPECS = {
     "half": Rotary(head_dim=128, base=5e5),
@@ -61,21 +62,6 @@ def wanted(x, cos, sin, options, conjugate=False):
 
 def same(got, want):
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
-
-
-def way(options):
-    return {
-        name: getattr(options, name)
-        for name in Options._fields
-        if name not in ("head_dim", "conjugate")
-    }
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

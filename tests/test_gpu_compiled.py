@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import interpreter
 import pytest
 import torch
+from published import scaled
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.aot_autograd import make_boxed_func
@@ -201,10 +202,7 @@ POSITIONS = torch.arange(8).reshape(2, 4)
 
 
 AXES = Rotary(head_dim=128, axes=rotary.positions.sections(24, 20, 20), layout="interleaved")
-YARN = Rotary(
-    head_dim=128, schedule="yarn", sign=-1,
-    params={"factor": 8.0, "original_max_position_embeddings": 4096},
-)  # fmt: skip
+YARN = scaled("yarn", 128, 8.0, 4096, sign=-1)  # fmt: skip
 SPECS = {"plain": SPEC, "three axes": AXES, "amplitude, backwards": YARN}
 
 
@@ -251,14 +249,11 @@ def test_apply_without_positions_and_with_two_lengths():
 @pytest.mark.usefixtures("gpu")
 def test_what_the_operator_of_exact_angles_does_not_take_is_tables_or_the_formula():
     """Lengths that are known when the program runs, fractions, and transforms of torch.func."""
-    scaled = Rotary(
-        head_dim=128, schedule="dynamic",
-        params={"factor": 2.0, "original_max_position_embeddings": 16},
-    )  # fmt: skip
+    by_length = scaled("dynamic", 128, 2.0, 16)
     x = torch.randn(2, 4, 4, 128)
     calls = [
-        lambda x: rotary.apply(scaled, x),
-        lambda x: rotary.apply(scaled, x, positions=POSITIONS, seq_dim=-2, seq_len=4),
+        lambda x: rotary.apply(by_length, x),
+        lambda x: rotary.apply(by_length, x, positions=POSITIONS, seq_dim=-2, seq_len=4),
         lambda x: rotary.apply(SPEC, x, positions=POSITIONS + 0.5, seq_dim=-2),
         lambda x: torch.vmap(lambda x: rotary.apply(SPEC, x))(x),
         lambda x: torch.func.grad(lambda x: rotary.apply(SPEC, x).square().sum())(x),

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from model_rotations import turned, turned_complex, turned_pairs
+from published import scaled
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rotary
@@ -640,13 +641,10 @@ def test_what_warm_up_refuses():
     q, k = q_and_k()
     with pytest.raises(TypeError, match="positions must be a tensor on the device of q, got list"):
         rotary.warm_up(SPEC, q, k, positions=[[0], [1], [2]])
-    scaled = Rotary(
-        head_dim=16, schedule="dynamic",
-        params={"factor": 2.0, "original_max_position_embeddings": 16},
-    )  # fmt: skip
+    by_length = scaled("dynamic", 16, 2.0, 16)
     with pytest.raises(ValueError, match="needs seq_len as a whole number: it would be read"):
-        rotary.warm_up(scaled, q, k, positions=ids(), seq_dim=-2)
-    rotary.warm_up(scaled, q, k, positions=ids(), seq_dim=-2, seq_len=64)
+        rotary.warm_up(by_length, q, k, positions=ids(), seq_dim=-2)
+    rotary.warm_up(by_length, q, k, positions=ids(), seq_dim=-2, seq_len=64)
     with pytest.raises(ValueError, match="3 axes needs positions"):
         rotary.warm_up(AXES, q, k)
     with pytest.raises(ValueError, match="does not fit x"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import scaled
 
 import rotary
 from rotary import Rotary, from_hf_config, to_hf_config
@@ -274,8 +275,7 @@ UNWRITABLE = [
     (Rotary(head_dim=8, axes=(0, 1, 0, 1)), r"axes=\(0, 1, 0, 1\)"),
     (Rotary(head_dim=8, schedule="ntk", params={"factor": 2}), "no rope_type 'ntk'"),
     (Rotary(head_dim=8, schedule="custom", params={"inv_freq": [1] * 4}), "no rope_type 'custom'"),
-    (Rotary(head_dim=8, schedule="dynamic_linear",
-            params={"factor": 2, "original_max_position_embeddings": 64}), "no rope_type 'dyn"),
+    (scaled("dynamic_linear", 8, 2, 64), "no rope_type 'dyn"),
     # one key cannot say both shares
     (Rotary(head_dim=8, rotary_dim=4, schedule="proportional",
             params={"partial_rotary_factor": 0.5}), "partial_rotary_factor|rotary_dim"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from published import scaled
 from rotary_embedding_torch import RotaryEmbedding
 from transformers import GlmConfig, LlamaConfig
 from transformers.models.cohere import modeling_cohere as cohere
@@ -87,8 +88,7 @@ def test_what_we_apply_is_identified_as_what_we_applied(spec):
 
 @pytest.mark.parametrize("head_dim", [3, 64])  # 3 tokens are asked at once, and 64
 def test_as_many_heads_as_tokens_are_never_asked(head_dim):
-    dynamic = {"factor": 4.0, "original_max_position_embeddings": 2048}
-    spec = Rotary(head_dim, rotary_dim=head_dim // 2 * 2, schedule="dynamic", params=dynamic)
+    spec = scaled("dynamic", head_dim, 4.0, 2048, rotary_dim=head_dim // 2 * 2)
     found = identify(applied(spec), head_dim)  # which refuses to guess the axis of the tokens
     assert found.spec == (spec if head_dim > 3 else Rotary(head_dim, rotary_dim=2))
 
@@ -99,8 +99,7 @@ EXPLAINED = [
     Rotary(head_dim=128, base=5e5, schedule="llama3", params=STEP),
     Rotary(head_dim=64, schedule="linear", params={"factor": 2.5}),
     Rotary(head_dim=64, schedule="ntk", params={"factor": 8.0}),
-    Rotary(head_dim=128, base=1e6, schedule="yarn",
-           params={"factor": 4.0, "original_max_position_embeddings": 32768}),
+    scaled("yarn", 128, 4.0, 32768, base=1e6),
     Rotary(head_dim=64, base=1.5e5, schedule="yarn", params={
         "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}),
     Rotary(head_dim=64, schedule="yarn", params={
@@ -109,8 +108,7 @@ EXPLAINED = [
     Rotary(head_dim=64, schedule="proportional",
            params={"partial_rotary_factor": 0.5, "factor": 8.0}),
     Rotary(head_dim=192, rotary_dim=64, start=128, layout="interleaved", out_layout="half"),
-    Rotary(head_dim=64, schedule="dynamic",
-           params={"factor": 4.0, "original_max_position_embeddings": 2048}),
+    scaled("dynamic", 64, 4.0, 2048),
     Rotary(head_dim=64, axes=interleaved_sections(12, 10, 10), base=5e6),
     Rotary(head_dim=64, axes=sections(16, 16), schedule="axial", params={"num_axes": 2}),
 ]  # fmt: skip

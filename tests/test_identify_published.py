@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from published import scaled
 from test_identify_bugs import LADDER, D, half, rope
 
 import rotary
@@ -62,8 +63,7 @@ DYNAMIC = [(4.0, 2048), (2.0, 4096), (8.0, 1000), (2.5, 8192)]
 @pytest.mark.parametrize(("factor", "trained"), DYNAMIC[2:])  # as below: a call a token is slow
 def test_dynamic_ntk_in_decoding_is_named_with_its_base_factor_and_trained_length(factor, trained):
     found = found_in(token_by_token(at_the_length_of_the_call(factor, trained)))
-    params = {"factor": factor, "original_max_position_embeddings": trained}
-    assert found.spec == Rotary(head_dim=D, schedule="dynamic", params=params)
+    assert found.spec == scaled("dynamic", D, factor, trained)
     assert found.codes == ("depends_on_position",)
     assert f"dynamic NTK by {factor:g} from {trained:,} tokens on, base 10000" in str(found)
     assert not found.is_rotation  # a score depends on more than the distance
@@ -72,8 +72,7 @@ def test_dynamic_ntk_in_decoding_is_named_with_its_base_factor_and_trained_lengt
 @pytest.mark.parametrize(("factor", "trained"), DYNAMIC)
 def test_dynamic_ntk_by_calls_that_have_an_offset(factor, trained):
     found = found_in(at_the_length_of_the_call(factor, trained))
-    params = {"factor": factor, "original_max_position_embeddings": trained}
-    assert found.spec == Rotary(head_dim=D, schedule="dynamic", params=params)
+    assert found.spec == scaled("dynamic", D, factor, trained)
     assert found.codes == ("positions_consecutive", "depends_on_length")
     assert "follow the length of each call" in found.findings[1].text
 
@@ -95,8 +94,7 @@ def test_dynamic_linear_scaling():
     found = found_in(divided)
     assert found.codes == ("depends_on_length", "dynamic_linear")
     assert "divided by length / 2,048" in found.findings[1].text
-    params = {"factor": 1.0, "original_max_position_embeddings": 2048}
-    assert found.spec == Rotary(head_dim=D, schedule="dynamic_linear", params=params)
+    assert found.spec == scaled("dynamic_linear", D, 1.0, 2048)
 
 
 def test_an_amplitude_that_changes_with_the_length_alone():

@@ -3,10 +3,11 @@
 import itertools
 import re
 
-import mpmath
 import numpy as np
 import pytest
 from grids import pairwise
+from kernel_cases import DTYPES, DYNAMIC, FRACTIONS, INTEGERS, LADDERS, SPEC, SPECS, exact, range_of
+from kernel_cases import ids as whole
 from libraries import enable_x64, if_installed, is_jax_on_cpu
 
 import rotary
@@ -19,37 +20,7 @@ ml_dtypes = if_installed("ml_dtypes")
 torch = if_installed("torch")
 check_grads = if_installed("jax.test_util").check_grads
 
-SPEC = rotary.Rotary(head_dim=64, base=5e5)
-PARTIAL = rotary.Rotary(head_dim=80, rotary_dim=32, start=16, layout="interleaved")
-SPECS = {
-    "half": SPEC,
-    "interleaved": rotary.Rotary(head_dim=64, layout="interleaved"),
-    "interleaved in, half out": rotary.Rotary(
-        head_dim=64, layout="interleaved", out_layout="half"
-    ),
-    "half in, interleaved out": rotary.Rotary(
-        head_dim=64, layout="half", out_layout="interleaved"
-    ),
-    "a slice": PARTIAL,
-    "backwards": rotary.Rotary(head_dim=64, sign=-1),
-    "amplitude": rotary.Rotary(
-        head_dim=64, schedule="yarn",
-        params={"factor": 8.0, "original_max_position_embeddings": 4096},
-    ),
-    "three axes": rotary.Rotary(head_dim=64, axes=rotary.positions.sections(16, 8, 8)),
-}  # fmt: skip
-DYNAMIC = rotary.Rotary(
-    head_dim=64, schedule="dynamic",
-    params={"factor": 2.0, "original_max_position_embeddings": 16},
-)  # fmt: skip
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
-
-
+PARTIAL = SPECS["a slice"]
 pytestmark = pytest.mark.usefixtures("xla_in_less_time")
 
 
@@ -57,9 +28,8 @@ def numbers(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def ids(spec, *shape, high=100_000):
-    axes = (spec.num_axes,) if spec.num_axes > 1 else ()
-    return np.random.default_rng(3).integers(0, high, (*shape, *axes)).astype(np.int32)
+def ids(spec, *shape, **options):
+    return whole(spec, *shape, **options).astype(np.int32)
 
 
 def pair(spec, dtype=np.float32):
@@ -73,19 +43,6 @@ def assert_near(got, want, units=2):
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     step = 8 * float(ml_dtypes.finfo(want.dtype).eps)
     assert abs(got.astype(np.float64) - want.astype(np.float64)).max(initial=0) <= units * step
-
-
-def exact(spec, positions):
-    """cos and sin of position x inv_freq in 60 digits, for positions of one axis."""
-    frequencies, factor = rotary.inv_freq(spec)
-    with mpmath.workdps(60):
-        products = [
-            [mpmath.mpf(float(p)) * mpmath.mpf(float(f)) for f in frequencies] for p in positions
-        ]
-        return tuple(
-            np.array([[float(f(x) * factor) for x in row] for row in products])
-            for f in (mpmath.cos, mpmath.sin)
-        )
 
 
 # --- angles ---
@@ -121,12 +78,9 @@ def test_64_bit_types_change_no_bit_of_traced_tables():
                 assert np.array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
-)
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_every_integer_type_of_positions(dtype):
-    info = np.iinfo(dtype)
-    positions = sorted({max(info.min, -(2**39)), 0, 1, 100, min(info.max, 2**39)})
+    positions = range_of(dtype)
     with enable_x64(dtype.endswith("64")):
         tables = traced_tables(SPEC, jnp.array(positions, dtype))
     for got, want in zip(tables, exact(SPEC, positions), strict=True):
@@ -150,13 +104,10 @@ def test_tables_equal_those_of_numpy(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("inv_freq", [[1.0, 0.01, 1e-4], [1000.0, 100.0, 7.0], [0.0, -1.5, 2.0]])
+@pytest.mark.parametrize("inv_freq", LADDERS)
 def test_fractional_positions_are_exact_without_float64(inv_freq, dtype):
     spec = rotary.Rotary(head_dim=6, schedule="custom", params={"inv_freq": inv_freq})
-    rng = np.random.default_rng(0)
-    positions = np.concatenate([[0.5, -0.5, 2.0**-30, -(2.0**-30), 1e-30, 0.0, 123_456.75],
-                                rng.uniform(-1, 1, 50), rng.uniform(-3e4, 3e4, 50)])  # fmt: skip
-    positions = positions.astype(dtype)
+    positions = FRACTIONS.astype(dtype)
     with enable_x64(dtype == "float64"):
         tables = traced_tables(spec, jnp.array(positions))
         assert all(table.dtype == np.float32 for table in tables)
@@ -683,14 +634,6 @@ def steps_of_one_table(spec):
     """How often the program of cos alone shifts: the product of 64 bits and the quadrant."""
     positions = jax.ShapeDtypeStruct((512,), np.int32)
     return program(lambda p: rotary.cos_sin(spec, p)[0], positions).count("shift-right-logical(")
-
-
-def test_the_reader_of_programs_sees_more_than_one_loop():
-    x = jax.ShapeDtypeStruct((1, 8, 512, 128), np.float32)
-    text = program(lambda x: jnp.sort(x, axis=-1)[..., ::2] @ jnp.ones((64, 8)), x)
-    steps, operations = operations_of(text)
-    assert len(steps) > 1
-    assert {"sort", "dot"} <= operations
 
 
 def test_tables_of_a_traced_call_need_no_64_bit_type():

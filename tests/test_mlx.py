@@ -1,70 +1,36 @@
 """MLX arrays: exact tables, the bits of the reference, traced, differentiated and mapped."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from programs import alone
 
 mx = pytest.importorskip("mlx.core")
 
-import ml_dtypes  # noqa: E402
-import mpmath  # noqa: E402
+from kernel_cases import (  # noqa: E402
+    DTYPES,
+    DYNAMIC,
+    FRACTIONS,
+    INTEGERS,
+    LADDERS,
+    SPEC,
+    SPECS,
+    exact,
+    ids,
+    range_of,
+)
 from mlx_arrays import to_mlx, to_numpy  # noqa: E402
 
 import rotary  # noqa: E402
 from rotary import positions  # noqa: E402
 from rotary.kernels import mlx as kernel  # noqa: E402
 
-SPEC = rotary.Rotary(head_dim=64, base=5e5)
-SPECS = {
-    "half": SPEC,
-    "interleaved": rotary.Rotary(head_dim=64, layout="interleaved"),
-    "interleaved in, half out": rotary.Rotary(
-        head_dim=64, layout="interleaved", out_layout="half"
-    ),
-    "half in, interleaved out": rotary.Rotary(
-        head_dim=64, layout="half", out_layout="interleaved"
-    ),
-    "a slice": rotary.Rotary(head_dim=80, rotary_dim=32, start=16, layout="interleaved"),
-    "backwards": rotary.Rotary(head_dim=64, sign=-1),
-    "amplitude": rotary.Rotary(
-        head_dim=64, schedule="yarn",
-        params={"factor": 8.0, "original_max_position_embeddings": 4096},
-    ),
-    "three axes": rotary.Rotary(head_dim=64, axes=positions.sections(16, 8, 8)),
-}  # fmt: skip
-DYNAMIC = rotary.Rotary(
-    head_dim=64, schedule="dynamic",
-    params={"factor": 2.0, "original_max_position_embeddings": 16},
-)  # fmt: skip
-FLOATS = {
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
 FAR = [0, 1, 2, 65_535, 2**24 + 1, 2**31 - 1, 2**31, 2**32, 2**38 + 12_345, 2**39, -1, -(2**39) + 1]
 
 
 def numbers(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def ids(spec, *shape, high=100_000):
-    axes = (spec.num_axes,) if spec.num_axes > 1 else ()
-    return np.random.default_rng(3).integers(0, high, (*shape, *axes))
-
-
-def exact(spec, where):
-    """cos and sin of position x inv_freq in 60 digits, for positions of one axis."""
-    frequencies, factor = rotary.inv_freq(spec)
-    with mpmath.workdps(60):
-        products = [[mpmath.mpf(float(p)) * mpmath.mpf(float(f)) for f in frequencies]
-                    for p in where]  # fmt: skip
-        return tuple(np.array([[float(f(x) * factor) for x in row] for row in products])
-                     for f in (mpmath.cos, mpmath.sin))  # fmt: skip
 
 
 def errors(tables, wanted):
@@ -97,12 +63,9 @@ def test_angles_are_exact_at_any_position(way, request):
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
-)
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_every_integer_type_of_positions(dtype):
-    info = np.iinfo(dtype)
-    where = np.array(sorted({max(info.min, -(2**39)), 0, 1, 100, min(info.max, 2**39)}), dtype)
+    where = np.array(range_of(dtype), dtype)
     tables = rotary.cos_sin(SPEC, mx.array(where), allow_negative=True)
     assert max(errors(tables, exact(SPEC, where.tolist()))) <= 1.5e-7
 
@@ -142,13 +105,10 @@ def test_tables_are_those_of_numpy(name, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("inv_freq", [[1.0, 0.01, 1e-4], [1000.0, 100.0, 7.0], [0.0, -1.5, 2.0]])
+@pytest.mark.parametrize("inv_freq", LADDERS)
 def test_fractional_positions_are_exact_without_float64(inv_freq, dtype):
     spec = rotary.Rotary(head_dim=6, schedule="custom", params={"inv_freq": inv_freq})
-    rng = np.random.default_rng(0)
-    where = np.concatenate([[0.5, -0.5, 2.0**-30, -(2.0**-30), 1e-30, 0.0, 123_456.75],
-                            rng.uniform(-1, 1, 50), rng.uniform(-3e4, 3e4, 50)])  # fmt: skip
-    where = where.astype(dtype)
+    where = FRACTIONS.astype(dtype)
     tables = rotary.cos_sin(spec, to_mlx(where), allow_negative=True)
     limit = 1.5e-7 + 2.0**-33 * max(map(abs, inv_freq))  # positions are rounded to 2^-32
     assert max(errors(tables, exact(spec, where))) <= limit
@@ -193,11 +153,11 @@ def test_float32_precision_is_the_float32_arithmetic():
 # --- the rotation ---
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SPECS)
 def test_apply_gives_the_bits_of_numpy(name, dtype):
     spec = SPECS[name]
-    q, k = (numbers(seed, 2, heads, 7, spec.head_dim, dtype=FLOATS[dtype])
+    q, k = (numbers(seed, 2, heads, 7, spec.head_dim, dtype=DTYPES[dtype])
             for seed, heads in ((0, 4), (1, 2)))  # fmt: skip
     where = ids(spec, 2, 7)
     for conjugate in (False, True):
@@ -408,7 +368,7 @@ MOVES = {
 @pytest.mark.parametrize("name", MOVES)
 def test_cached_keys_are_moved_as_by_numpy(name, dtype):
     spec = rotary.Rotary(head_dim=8)
-    kind = np.dtype(np.int8) if dtype == "int8" else FLOATS[dtype]
+    kind = np.dtype(np.int8) if dtype == "int8" else DTYPES[dtype]
     k = (40 * numbers(0, 6, 4, 2, 8)).astype(kind)
     how = {"seq_dim": -3, **MOVES[name]}
     scales = (None, np.linspace(0.5, 2, 8, dtype=np.float32)) if dtype == "int8" else (None,)
@@ -450,8 +410,7 @@ def test_what_numpy_and_torch_calls_load():
         "numpy.ones((2, 4), 'f4'))\n"
         "print('mlx' in sys.modules, 'rotary.kernels.mlx' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "False False\n", done.stderr
+    assert alone(script) == "False False\n"
 
 
 # --- mlx-lm ---

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from libraries import if_installed
+from published import scaled
 
 import rotary
 from rotary import Rotary, rerotate
@@ -341,8 +342,7 @@ def test_frequencies_of_paged_keys_change_at_the_position_of_each_token(seq_dim)
 
 
 def test_lengths_of_dynamic_specs_are_asked_for_and_used():
-    params = {"factor": 2.0, "original_max_position_embeddings": 16}
-    spec = Rotary(32, schedule="dynamic", params=params)
+    spec = scaled("dynamic", 32, 2.0, 16)
     cache = numbers((9, 6, 3, 32))
     with pytest.raises(ValueError, match="a 'dynamic' spec needs seq_len="):
         rerotate(cache, spec, blocks=BLOCKS, shift=SHIFT)
@@ -649,8 +649,7 @@ def test_two_caches_that_share_memory_are_refused(library, dtype):
 
 @pytest.mark.parametrize("library", [np.asarray, torch.as_tensor])
 def test_each_block_has_its_own_length(library):
-    params = {"factor": 2.0, "original_max_position_embeddings": 16}
-    spec = Rotary(8, schedule="dynamic", params=params)
+    spec = scaled("dynamic", 8, 2.0, 16)
     keys = np.random.default_rng(0).normal(size=(4, 2, 1, 8)).astype(np.float32)
     blocks, lengths = [3, 0, 2], [20, 40, 80]
     where = np.array([[5, 6], [1, 2], [9, 10]])

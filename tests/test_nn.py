@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from published import scaled
 from torch import Tensor, nn
 
 import rotary
@@ -95,8 +96,7 @@ def test_the_sequence_may_come_before_the_heads():
 
 
 def test_a_length_reaches_a_schedule_that_depends_on_it():
-    params = {"factor": 4.0, "original_max_position_embeddings": 16}
-    spec = Rotary(head_dim=64, schedule="dynamic", params=params)
+    spec = scaled("dynamic", 64, 4.0, 16)
     q, k = heads()
     module = RotaryEmbedding(spec)
     assert_equal(module(q, k, seq_len=64), rotary.apply(spec, q, k, seq_len=64))

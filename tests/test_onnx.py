@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
+from published import scaled
 from torch import Tensor, nn
 
 import rotary
@@ -347,10 +348,7 @@ def test_tables_with_one_row_for_all_heads_become_the_operator(tmp_path):
 
 
 AXES = Rotary(head_dim=64, axes=rotary.positions.sections(16, 8, 8))
-DYNAMIC = Rotary(
-    head_dim=64, schedule="dynamic",
-    params={"factor": 4.0, "original_max_position_embeddings": 16},
-)  # fmt: skip
+DYNAMIC = scaled("dynamic", 64, 4.0, 16)  # fmt: skip
 
 
 def per_head(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from libraries import of_transformers
+from published import scaled
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.bounds import first_failure
@@ -235,9 +236,8 @@ def test_methods_are_compared_only_for_frequencies_that_were_trained(schedule, f
     found = recommend(1024, spec, 512)
     assert (found.recommended.params["factor"], found.options) == (2 * factor, ())
     assert "Without scaling" not in found.reason
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 128}
-    scaled = recommend(1024, Rotary(head_dim=64, schedule="yarn", params=yarn), 128)
-    assert scaled.options == recommend(1024, Rotary(head_dim=64), 128).options != ()
+    longer = recommend(1024, scaled("yarn", 64, 4.0, 128), 128)
+    assert longer.options == recommend(1024, Rotary(head_dim=64), 128).options != ()
 
 
 @pytest.mark.parametrize(("name", "more", "context"), [

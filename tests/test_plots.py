@@ -7,8 +7,6 @@ import itertools
 import os
 import re
 import stat
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -20,7 +18,8 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
-from published import LLAMA_2, LLAMA_3_1
+from programs import alone
+from published import LLAMA_2, LLAMA_3_1, scaled
 
 from rotary import Rotary, analysis, inv_freq, plots, positions, schedules
 from rotary.analysis import bounds, extension, precision, search, spectrum
@@ -32,11 +31,7 @@ SPECS = {
     "plain": Rotary(head_dim=16),
     "clockwise, interleaved": Rotary(head_dim=16, layout="interleaved", sign=-1),
     "llama3": LLAMA_3_1,
-    "yarn": Rotary(
-        head_dim=64,
-        schedule="yarn",
-        params={"factor": 4.0, "original_max_position_embeddings": 2048},
-    ),
+    "yarn": scaled("yarn", 64, 4.0, 2048),
     "longrope": Rotary(
         head_dim=8,
         schedule="longrope",
@@ -648,10 +643,7 @@ def elsewhere():
         "print(is_light, has_it, 'matplotlib.pyplot' in sys.modules)"
     )
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={**os.environ, "PYTHONHASHSEED": seed},
-    ).stdout.splitlines()  # fmt: skip
+    return alone(code, env={**os.environ, "PYTHONHASHSEED": seed}).splitlines()
 
 
 def test_the_bytes_do_not_depend_on_the_process(elsewhere):
@@ -807,20 +799,16 @@ def test_nonsense_is_an_error_of_one_line(fault):
     assert "\n" not in str(error.value)
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
 def test_import_rotary_does_not_load_matplotlib_and_pictures_do_not_load_pyplot(elsewhere):
     assert elsewhere[1] == "True True False"
 
 
 def test_without_matplotlib_the_error_says_what_to_install():
-    missing = run(
+    said = alone(
         "import sys; sys.modules['matplotlib'] = None\n"
         "try:\n    import rotary.plots\nexcept ValueError as error:\n    print(error)"
     )
-    assert missing.stdout == "plots need matplotlib: pip install matplotlib\n"
+    assert said == "plots need matplotlib: pip install matplotlib\n"
 
 
 def test_settings_of_the_process_stay_as_they_are():

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from libraries import if_installed
+from published import scaled
 
 import rotary
 from rotary import Rotary, apply, cos_sin, prepare, rotate
@@ -244,11 +245,7 @@ def test_other_libraries(convert):
 
 
 def test_a_schedule_that_depends_on_the_length():
-    spec = Rotary(
-        head_dim=8,
-        schedule="dynamic",
-        params={"factor": 2.0, "original_max_position_embeddings": 16},
-    )
+    spec = scaled("dynamic", 8, 2.0, 16)
     q, _ = tensors()
     ids = torch.tensor([[40], [7]])
     for seq_len in (None, 64):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import alone
 
 CONFIGS = Path(__file__).parent / "configs"
 USED = """
@@ -98,6 +99,5 @@ def test_a_wrong_rotation_fails_with_its_name_and_without_our_own_lines(told):
 def test_the_plugin_loads_nothing_slow():
     """pytest loads it in every run, also where nobody asks for the fixture."""
     code = "import sys, rotary.pytest_plugin; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = set(alone(code).split())
     assert {"numba", "torch", "jax", "rotary.identify", "rotary.testing"} & loaded == set()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from command import assert_refused, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import scaled
 
 from rotary import Rotary, cos_sin, positions, ranks
 from rotary.ranks import Report, compare
@@ -281,10 +282,8 @@ def alone():
     [
         SPEC,
         Rotary(head_dim=64, rotary_dim=32, sign=-1),
-        Rotary(head_dim=64, schedule="dynamic", params={
-            "factor": 4.0, "original_max_position_embeddings": 16}),
-        Rotary(head_dim=64, schedule="yarn", params={
-            "factor": 4.0, "original_max_position_embeddings": 16}),
+        scaled("dynamic", 64, 4.0, 16),
+        scaled("yarn", 64, 4.0, 16),
     ],
     ids=lambda spec: spec.schedule,
 )  # fmt: skip
@@ -350,8 +349,7 @@ def test_tables_that_are_not_of_the_positions_are_told_apart(break_it, said):
 
 @pytest.mark.usefixtures("alone")
 def test_tables_without_the_attention_factor_are_told_from_those_of_other_positions():
-    spec = Rotary(head_dim=64, schedule="yarn", params={
-        "factor": 4.0, "original_max_position_embeddings": 16})  # fmt: skip
+    spec = scaled("yarn", 64, 4.0, 16)  # fmt: skip
     at, size = torch.arange(8), 0.1 * np.log(4) + 1
 
     def said(positions, change=lambda table: table):

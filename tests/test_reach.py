@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published import scaled
 
 from rotary import Rotary, from_hf_config, inv_freq
 from rotary.analysis.extension import unseen_share
@@ -71,8 +72,7 @@ def test_the_length_of_training_is_that_before_scaling():
 
 
 def test_a_scaling_that_covers_the_length_shows_no_new_angle():
-    params = {"factor": 4.0, "original_max_position_embeddings": 4096}
-    found = reach(Rotary(head_dim=128, schedule="yarn", params=params), 16384, 4096)
+    found = reach(scaled("yarn", 128, 4.0, 4096), 16384, 4096)
     assert found.unseen < 0.005
     assert "every angle up to 16,384 tokens occurred in training." in found.verdict
     assert reach(LLAMA_2, 16384, 4096).unseen > 0.1
@@ -144,8 +144,7 @@ def test_a_length_is_a_whole_number_within_the_limit(length):
         Rotary(head_dim=64, rotary_dim=32, start=32, layout="interleaved", sign=-1),
         Rotary(head_dim=12, axes=(0, 1, 2, 0, 1, 2)),
         Rotary(head_dim=8, schedule="axial", params={"num_axes": 2}, axes=(0, 0, 1, 1)),
-        Rotary(head_dim=8, schedule="dynamic",
-               params={"factor": 2.0, "original_max_position_embeddings": 64}),
+        scaled("dynamic", 8, 2.0, 64),
     ],
     ids=lambda spec: spec.schedule,
 )  # fmt: skip
@@ -156,8 +155,7 @@ def test_every_kind_of_spec_has_a_reach_that_is_json(spec):
 
 
 def test_a_schedule_that_depends_on_the_length_is_taken_at_the_length():
-    grown = {"factor": 2.0, "original_max_position_embeddings": 512}
-    dynamic = Rotary(head_dim=64, base=100.0, schedule="dynamic", params=grown)
+    dynamic = scaled("dynamic", 64, 2.0, 512, base=100.0)
     inside = inv_freq(dynamic, 4096)[0].tolist()
     same = Rotary(head_dim=64, schedule="custom", params={"inv_freq": inside})
     for field in ("first_failure", "failures", "lowest", "lowest_distance", "longest_wavelength"):

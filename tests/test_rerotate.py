@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import if_installed
+from published import scaled
 
 import rotary
 from rotary import Rotary, rerotate
@@ -25,9 +26,7 @@ STEP = math.tau * 2.0**-65  # turns are rounded once, per token
 TRACED = 3e-7  # two tables of float32, multiplied
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
-DYNAMIC = Rotary(
-    8, schedule="dynamic", params={"factor": 2.0, "original_max_position_embeddings": 16}
-)
+DYNAMIC = scaled("dynamic", 8, 2.0, 16)
 LONGROPE = Rotary(
     8,
     schedule="longrope",

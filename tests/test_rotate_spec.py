@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from libraries import Absent, if_installed
+from published import scaled
 
 import rotary
 from rotary import attention
@@ -26,12 +27,7 @@ SPECS = {
         head_dim=16, rotary_dim=8, start=4, layout="interleaved"
     ),
     "clockwise": rotary.Rotary(head_dim=16, sign=-1),
-    "yarn, which has an attention factor": rotary.Rotary(
-        head_dim=16,
-        layout="interleaved",
-        schedule="yarn",
-        params={"factor": 4.0, "original_max_position_embeddings": 64},
-    ),
+    "yarn, which has an attention factor": scaled("yarn", 16, 4.0, 64, layout="interleaved"),
     "two axes": rotary.Rotary(head_dim=16, axes=(0, 1) * 4, layout="interleaved"),
     "GPT-J": GPTJ,
 }
@@ -193,13 +189,6 @@ def test_exported_by_torch(strict):
     tables = rotary.cos_sin(GPTJ, positions)
     wanted = rotary.rotate((q, k), *tables, GPTJ, seq_dim=-2)
     torch.testing.assert_close(program(q, k, *tables), wanted)
-
-
-def test_mapped_by_torch():
-    (q, k), positions = arrays(GPTJ, torch.from_numpy)
-    tables = rotary.cos_sin(GPTJ, positions)
-    mapped = torch.vmap(lambda q, k: rotated(q, k, *tables, GPTJ))(q, k)
-    torch.testing.assert_close(mapped, rotated(q, k, *tables, GPTJ))
 
 
 def test_compiled_mapped_and_scanned_by_jax():

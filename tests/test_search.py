@@ -4,13 +4,12 @@ import importlib
 import inspect
 import math
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import alone
 
 from rotary import Rotary, analysis
 from rotary.analysis.bounds import first_failure
@@ -218,12 +217,8 @@ def test_the_result_does_not_depend_on_the_number_of_threads(threads):
         "from rotary.analysis.search import min_base, safe_base\n"
         "print(repr((min_base(3000, 96), safe_base(500, 64))))"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "NUMBA_NUM_THREADS": str(threads)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert told.stdout.strip() == repr((min_base(3000, 96), safe_base(500, 64)))
+    told = alone(script, env={**os.environ, "NUMBA_NUM_THREADS": str(threads)})
+    assert told.strip() == repr((min_base(3000, 96), safe_base(500, 64)))
 
 
 # --- safe base ---
@@ -355,5 +350,4 @@ def test_every_public_function_is_a_name_of_the_package():
 
 def test_the_package_does_not_load_numba_before_a_search():
     pytest.importorskip("matplotlib")
-    code = "import sys, rotary.plots, rotary.analysis; assert 'numba' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    alone("import sys, rotary.plots, rotary.analysis; assert 'numba' not in sys.modules")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import alone
 from safetensors.numpy import save_file
 
 import rotary
@@ -136,10 +137,7 @@ def test_nothing_is_needed_of_the_environment(tmp_path):
     )
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     bare = {"TMPDIR": "/nowhere", "PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], env=bare, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (0, "(1, 1, 4, 16)\n"), done.stderr
+    assert alone(code, tmp_path, env=bare) == "(1, 1, 4, 16)\n"
 
 
 @pytest.mark.parametrize("command", ["identify", "doctor"])

@@ -5,11 +5,10 @@ import contextlib
 import io
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from programs import alone
 
 pytest.importorskip("numba")
 import ml_dtypes
@@ -210,12 +209,7 @@ def printed_here(code):
 
 
 def printed(code, *words, **settings):
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=os.environ | settings, capture_output=True,
-        text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-300:]
-    return done.stdout.split()
+    return alone(code, *words, env=os.environ | settings).split()
 
 
 def test_processors_without_the_instructions_give_the_same_numbers():

@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from published import scaled
 
 import rotary
 from rotary import Rotary
@@ -20,8 +21,7 @@ SPECS = {
     "backwards": (Rotary(head_dim=16, base=500.0, sign=-1), None),
     "amplitude": (Rotary(head_dim=32, rotary_dim=16, schedule="yarn", params=YARN), None),
     "of a length": (
-        Rotary(head_dim=16, schedule="dynamic",
-               params={"factor": 2.0, "original_max_position_embeddings": 64}),
+        scaled("dynamic", 16, 2.0, 64),
         300,
     ),
     "three axes": (Rotary(head_dim=12, axes=(0, 1, 2, 0, 1, 2)), None),

@@ -5,7 +5,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
-from published import LLAMA_2, LLAMA_3, LLAMA_3_1
+from published import LLAMA_2, LLAMA_3, LLAMA_3_1, scaled
 
 from rotary import Rotary, inv_freq
 from rotary.analysis import spectrum
@@ -14,20 +14,12 @@ SCALED = {
     "linear": Rotary(head_dim=64, schedule="linear", params={"factor": 8.0}),
     "ntk": Rotary(head_dim=64, schedule="ntk", params={"factor": 8.0}),
     "ntk_mixed": Rotary(head_dim=64, schedule="ntk_mixed", params={"factor": 8.0}),
-    "yarn": Rotary(
-        head_dim=64,
-        schedule="yarn",
-        params={"factor": 8.0, "original_max_position_embeddings": 4096},
-    ),
+    "yarn": scaled("yarn", 64, 8.0, 4096),
     "llama3": LLAMA_3_1,
     "partial": Rotary(head_dim=80, rotary_dim=32, start=48, sign=-1),
     "custom": Rotary(head_dim=8, schedule="custom", params={"inv_freq": [-1.0, 0.5, -0.02, 0.001]}),
 }
-DYNAMIC = Rotary(
-    head_dim=64,
-    schedule="dynamic",
-    params={"factor": 4.0, "original_max_position_embeddings": 2048},
-)
+DYNAMIC = scaled("dynamic", 64, 4.0, 2048)
 STANDING = Rotary(
     head_dim=16, schedule="proportional", params={"partial_rotary_factor": 0.5, "factor": 2.0}
 )

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from kernel_cases import randn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -48,12 +49,6 @@ SPECS = {
 def ways(layout):
     read, _, write = layout.partition(" to ")
     return {"layout": read, "out_layout": write or None}
-
-
-def randn(*shape, seed=0, dtype=torch.float32, grad=False):
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(shape, dtype=torch.float64, generator=generator)
-    return made.to(dtype).requires_grad_(grad)
 
 
 def tables(*shape, dtype=torch.float32, grad=False):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from grids import pairwise
+from kernel_cases import LAYOUTS, randn, way
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -26,8 +27,6 @@ pytest.importorskip("triton", reason="Triton is made for Linux")
 
 import interpreter
 
-LAYOUTS = [(a, b) for a in ("half", "interleaved") for b in ("half", "interleaved")]
-
 
 class Route:
     """What went to the kernel, and whether it is to run."""
@@ -38,7 +37,7 @@ class Route:
 
 
 @pytest.fixture
-def route(monkeypatch):
+def route(monkeypatch, poisoned):
     """CPU tensors are taken for those of a GPU."""
     seen, run = Route(), interpreter.kernel._run
 
@@ -54,15 +53,7 @@ def route(monkeypatch):
     for module in (torch_launch, torch_gpu, kernel):
         monkeypatch.setattr(module, "gpu_kernel", lambda device: interpreter.kernel)
     monkeypatch.setattr(torch_ready, "recent", {})
-    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-    yield seen
-    torch.use_deterministic_algorithms(False)
-
-
-def randn(*shape, seed=0, dtype=torch.float32, grad=False):
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(shape, dtype=torch.float64, generator=generator)
-    return made.to(dtype).requires_grad_(grad)
+    return seen
 
 
 def tables(*shape):
@@ -77,14 +68,6 @@ def wanted(xs, cos, sin, options, conjugate=False):
         arrays, cos.numpy(), sin.numpy(), None, options._replace(conjugate=conjugate), None
     )
     return tuple(map(torch.from_numpy, results))
-
-
-def way(options):
-    return {
-        name: getattr(options, name)
-        for name in Options._fields
-        if name not in ("head_dim", "conjugate")
-    }
 
 
 def same(got, want):

@@ -7,10 +7,10 @@ the compiler makes of it is read in `test_gpu_code.py`.
 import mmap
 import sys
 
-import mpmath
 import numpy as np
 import pytest
 import torch
+from published import scaled
 
 import rotary
 from rotary.kernels import numpy as reference
@@ -24,7 +24,17 @@ import triton.language as tl
 from benchmarks.gpu_plan import replanned
 from grids import pairwise
 from interpreter import kernel, mended
-from kernel_cases import CASES, LAYOUTS, MORE_CASES, Case, numbers, operands, tables, to_torch
+from kernel_cases import (
+    CASES,
+    LAYOUTS,
+    MORE_CASES,
+    Case,
+    exact_of,
+    numbers,
+    operands,
+    tables,
+    to_torch,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotary.kernels.torch import angles as torch_tables
@@ -39,11 +49,7 @@ def _mend(monkeypatch):
     mended(monkeypatch)
 
 
-@pytest.fixture(autouse=True)
-def _poison():
-    torch.use_deterministic_algorithms(True)  # torch then fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 # --- launches ---
@@ -312,10 +318,7 @@ SPECS = {
     "a slice": rotary.Rotary(head_dim=20, rotary_dim=12, start=4, layout="interleaved"),
     "mixed": rotary.Rotary(head_dim=16, layout="interleaved", out_layout="half"),
     "backwards": rotary.Rotary(head_dim=16, sign=-1),
-    "amplitude": rotary.Rotary(
-        head_dim=16, schedule="yarn",
-        params={"factor": 8.0, "original_max_position_embeddings": 4096},
-    ),
+    "amplitude": scaled("yarn", 16, 8.0, 4096),
     "three axes": rotary.Rotary(head_dim=16, axes=rotary.positions.sections(4, 2, 2)),
     "three axes by turns": rotary.Rotary(head_dim=16, axes=(0, 1, 2, 0, 1, 2, 0, 0)),
 }  # fmt: skip
@@ -351,12 +354,10 @@ POSITIONS = [*POSITIONS, *np.random.default_rng(0).integers(0, 2**31, 20).tolist
 
 def test_angles_are_exact_up_to_the_last_32_bit_position():
     spec = rotary.Rotary(head_dim=128, base=5e5)
-    with mpmath.workdps(60):
-        angles = [[mpmath.mpf(p) * mpmath.mpf(float(f)) for f in rotary.inv_freq(spec)[0]]
-                  for p in POSITIONS]  # fmt: skip
-        want = np.array([[[float(f(a)) for a in row] for row in angles]
-                         for f in (mpmath.cos, mpmath.sin)])  # fmt: skip
-    assert abs(turned_units(spec, POSITIONS) - want).max() <= 2e-7
+    assert (
+        abs(turned_units(spec, POSITIONS) - exact_of(rotary.inv_freq(spec)[0], POSITIONS)).max()
+        <= 2e-7
+    )
 
 
 def test_angles_are_the_same_whole_numbers_at_64_bit_positions():
