@@ -3,19 +3,18 @@
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 
-import mpmath
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kernel_cases import exact_of as exact
 from libraries import if_installed
+from programs import alone
 
 import rotary
 from rotary import Rotary, positions
@@ -45,14 +44,6 @@ SPEC = Rotary(head_dim=16)
 def custom(*inv_freq: float, **fields) -> Rotary:
     params = {"inv_freq": inv_freq, "attention_factor": fields.pop("attention_factor", 1.0)}
     return Rotary(2 * len(inv_freq), schedule="custom", params=params, **fields)
-
-
-def exact(inv_freq, where) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of where x inv_freq from 60-digit arithmetic: (len(where), pairs) float64."""
-    with mpmath.workdps(60):
-        angles = [[mpmath.mpf(float(w)) * mpmath.mpf(m) for w in inv_freq] for m in where]
-        cos = [[float(mpmath.cos(x)) for x in row] for row in angles]
-        return np.array(cos), np.array([[float(mpmath.sin(x)) for x in row] for row in angles])
 
 
 def assert_close(ours, wanted, bound) -> None:
@@ -494,8 +485,7 @@ def test_a_trillion_positions_are_refused_at_once():
         except ValueError as error:
             print(error)
     """  # in a process of its own: a loop over the positions could not be stopped here
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
-    assert "1,000,000,000,000 positions take 64,000,000,000,000 bytes" in done.stdout
+    assert "1,000,000,000,000 positions take 64,000,000,000,000 bytes" in alone(code)
 
 
 def test_precision_has_two_values():

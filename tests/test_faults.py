@@ -478,20 +478,6 @@ def test_arrays_of_two_libraries(lib):
         refused(TypeError, message, rotate, x, cos, sin, out=out)
 
 
-def test_positions_of_apply_may_be_plain_python(lib):
-    """`cos_sin` and the row numbers of `rotate` take them too."""
-    q, rows = lib.x(2, 1, 3, 8), [[3, 4, 5], [0, 0, 1]]
-    same(rotary.apply(SPEC, q, positions=rows), rotary.apply(SPEC, q, positions=lib.array(rows)))
-
-
-def test_positions_of_another_library_than_q(lib):
-    other = LIBRARIES[lib.name == "numpy"]
-    q = lib.x(1, 1, 3, 8)
-    got = rotary.apply(SPEC, q, positions=other.array([3, 4, 5]))
-    assert type(got) is type(q)
-    same(got, rotary.apply(SPEC, q, positions=lib.array([3, 4, 5])))
-
-
 @pytest.mark.parametrize(
     ("name", "file"),
     [

@@ -189,11 +189,6 @@ def test_keys_of_vllm_and_others_that_change_what_is_computed():
             read({"type": name, "mrope_section": [24, 20, 20], "mrope_interleaved": True})
 
 
-def test_heads_that_do_not_divide_the_width_need_head_dim():
-    with pytest.raises(ValueError, match="not a multiple"):
-        from_hf_config({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3})
-
-
 def test_what_is_not_a_rotation_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="mixes two axes"):
         from_hf_config({"model_type": "hunyuan_vl_text"})

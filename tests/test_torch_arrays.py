@@ -87,15 +87,6 @@ def test_positions_of_numpy_and_of_torch_are_taken_by_either(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("kind", ["u1", "u2", "u4", "u8"])
-def test_positions_of_numpy_without_a_sign_are_taken_by_either(library, kind):
-    x, positions = np.ones((1, 2, 3, 4), np.float32), np.array([4, 5, 6])
-    want = rotary.apply(SPEC, x, positions=positions)
-    ours = rotary.apply(SPEC, LIBRARIES[library](x), positions=positions.astype(kind))
-    assert np.array_equal(ours, want)
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
 def test_positions_of_numpy_beyond_int64_are_refused_by_either(library):
     x, far = LIBRARIES[library](np.ones((1, 4), np.float32)), np.array([2**63], np.uint64)
     with pytest.raises(ValueError, match=f"^positions must fit in int64, got {2**63}$"):
