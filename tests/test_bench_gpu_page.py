@@ -15,17 +15,11 @@ import pytest
 import torch
 from benchmarks import gpu, gpu_cases, gpu_clock, gpu_gate, gpu_page, gpu_peers, gpu_plan
 from benchmarks.gpu_plan import COPY, EMPTY, KINDS, ONE_TOKEN, OURS, Line, Work
+from test_bench_gpu_peers import flash_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[1]
 SMALL = Work(6, 2, 4, 2, 16, 16)
-
-
-def rotated(x, cos, sin, seqlen_offsets=0, interleaved=False):
-    """flash-attn's interface, by torch operators."""
-    u, v = x.chunk(2, -1)
-    cos, sin = cos[: x.shape[1], None], sin[: x.shape[1], None]
-    return torch.cat((u * cos - v * sin, v * cos + u * sin), -1)
 
 
 # --- passes ---
@@ -58,7 +52,7 @@ def test_two_passes_collect_two_times_of_every_case():
 def test_peers_are_measured_in_parts_of_their_own(monkeypatch):
     peers = [peer._replace(fits=bool) for peer in gpu_peers.PEERS]  # also of a small size
     monkeypatch.setattr(gpu_peers, "PEERS", tuple(peers))
-    there = {"flash-attn": rotated, "fla": rotated}
+    there = {"flash-attn": flash_attn, "fla": flash_attn}
     for part, name in (("peers", "flash-attn"), ("tuned", "fla")):
         line = next(gpu_plan.lines(part))._replace(work=SMALL)
         found = {}
