@@ -582,3 +582,13 @@ def test_types_that_cannot_be_moved_are_named():
     k = jnp.asarray(normal(5, 8))
     with pytest.raises(TypeError, match="out= cannot be used with JAX arrays"):
         rerotate(k, SPEC, range(5), range(5), out=k)
+
+
+def test_keys_of_an_open_number_of_tokens_are_exported_by_jax():
+    export = pytest.importorskip("jax.export")
+    (seq,) = export.symbolic_shape("seq")
+    spec, k = rotary.Rotary(head_dim=8), jax.numpy.ones((2, 6, 8))
+    exported = export.export(jax.jit(lambda k: rotary.rerotate(k, spec, shift=3)))(
+        jax.ShapeDtypeStruct((2, seq, 8), np.float32)
+    )
+    np.testing.assert_allclose(exported.call(k), rotary.rerotate(k, spec, shift=3), atol=1e-6)

@@ -364,7 +364,11 @@ def _shifted(
     """Return positions 0 and the shifted ones; a single shift holds for all of `count`."""
     axes = (spec.num_axes,) if spec.num_axes > 1 else ()
     if tuple(shift.shape) == axes:
-        shift = shift + kernel.as_positions(np.zeros((count, *axes), np.int64), like)
+        if isinstance(count, int):
+            zeros = kernel.as_positions(np.zeros(count, np.int64), like)
+        else:  # a length that export leaves open
+            zeros = 0 * kernel.arange(like, count)
+        shift = shift + (zeros[:, None] if axes else zeros)
     return shift - shift, shift
 
 
