@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -297,6 +298,15 @@ def test_angles_in_float32_beyond_their_length():
     beyond = advice({**data, "max_position_embeddings": safe + 2})
     assert f"more than 0.01 rad beyond position {safe:,}" in beyond
     assert "float32 angles" not in advice({**data, "max_position_embeddings": safe + 1})
+
+
+def test_float32_angles_of_longrope_are_those_of_its_long_list():
+    path = Path(__file__).parent / "configs" / "phi-3-mini-128k.json"
+    # short_factor alone is right up to 144,179
+    safe = longest_safe_position(from_hf_config(path), 1e-2, seq_len=131_072)
+    assert f"float32 angles may be off by more than 0.01 rad beyond position {safe:,}" in [
+        each.found for each in audit(path)
+    ]
 
 
 def test_parts_and_layer_types_are_looked_at_one_by_one():

@@ -60,6 +60,22 @@ def test_float32_is_spoken_of_only_where_it_matters():
     assert f"{long.float32_positions:,}" in long.verdict
 
 
+def test_float32_angles_are_those_of_the_list_that_runs_at_the_length():
+    config = json.loads((CONFIGS / "phi-3-mini-128k.json").read_text())
+    factors = np.array(config["rope_scaling"]["long_factor"])  # short_factor is right to 144,180
+    powers = np.arange(48) / 48
+    true = 1 / (factors * 1e4**powers)
+    held = 1 / (factors.astype(np.float32) * np.float32(1e4) ** powers.astype(np.float32))
+    places = np.arange(2**17)[:, None]
+    apart = np.abs(places.astype(np.float32) * held - places * true)
+    first = int((apart > 1e-2).any(1).argmax())
+    found = reaches(config)[None]
+    assert 0.9 * first < found.float32_positions < first < found.length == 131_072
+    assert f"beyond position {found.float32_positions:,}" in found.verdict
+    short = reach(found.spec, 4096).float32_positions
+    assert short > found.float32_positions
+
+
 def test_the_length_of_training_is_that_before_scaling():
     found = reaches(CONFIGS / "llama-3.1-8b.json")[None]
     assert (found.trained, found.length, found.first_failure) == (8192, 131072, 85133)

@@ -157,7 +157,7 @@ def _lengths(where: str, spec: Rotary, context: int | None) -> Iterator[Finding]
             f"positions beyond {trained * factor:,.0f} were never seen: raise factor or serve less",
             is_hint=True,
         )
-    safe = longest_safe_position(spec, _TOLERANCE)
+    safe = longest_safe_position(spec, _TOLERANCE, seq_len=context or None)
     if context and context > safe + 1:
         yield Finding(
             where,

@@ -43,7 +43,8 @@ class Reach(NamedTuple):
     never_turning       rotated pairs that made less than one turn in `trained` tokens
     unseen              share of the angles up to `length` that the training has not shown
     longest_wavelength  of the slowest pair that turns
-    float32_positions   the last position up to which float32 angles are within 1e-2 rad
+    float32_positions   the last position up to which float32 angles are within 1e-2 rad, with the
+                        frequencies that run at `length`
     verdict             the result in sentences
     nope_head_dim       channels of the head beside those of `spec`, which are not rotated
     """
@@ -142,7 +143,7 @@ def reach(
         never_turning=int(never_turning(original, trained).sum()),
         unseen=unseen_share(original, trained, spec, length - 1, length),
         longest_wavelength=float(periods[periods < float("inf")].max(initial=0.0)),
-        float32_positions=longest_safe_position(spec, TOLERANCE),
+        float32_positions=longest_safe_position(spec, TOLERANCE, seq_len=length),
         verdict="",
         nope_head_dim=nope_head_dim,
     )
