@@ -2,6 +2,7 @@
 
 import csv
 import http.client
+import io
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
+from PIL import Image
 from playwright.sync_api import expect
 
 import rotary
@@ -37,6 +39,10 @@ def download(page, name, path):
         page.locator("#links-a").get_by_text(name).click()
     got.value.save_as(path / got.value.suggested_filename)
     return (path / got.value.suggested_filename).read_text()
+
+
+def pixels(shown):
+    return np.array(Image.open(io.BytesIO(shown.screenshot())).convert("RGB"))
 
 
 def test_a_model_is_chosen_and_its_numbers_are_shown(show):
@@ -243,6 +249,23 @@ def test_the_numbers_the_config_and_the_figure_are_downloaded(show, tmp_path, br
         expect(alone.get_by_text("YaRN blends here")).to_be_visible()
     alone.close()
     assert asked == [(tmp_path / name).as_uri() for name in ("figure.html", "rotary.svg")]
+
+
+@pytest.mark.parametrize("view", ["hands", "coverage", "reach"])  # hands, labels, bold text
+def test_a_downloaded_picture_looks_like_that_of_the_page(show, tmp_path, browser, view):
+    page = show(f"?view={view}&context=131072")
+    expect(words(page)).not_to_be_empty()
+    shown = page.locator("#plot-a")
+    on_page, box = pixels(shown), shown.bounding_box()
+    download(page, "Picture (SVG)", tmp_path)
+    size = {side: round(box[side]) for side in ("width", "height")}
+    alone = browser.new_page(viewport=size, color_scheme="light")
+    alone.goto((tmp_path / "rotary.svg").as_uri())
+    in_file = pixels(alone)
+    alone.close()
+    dark = [int((each.max(axis=2) < 90).sum()) for each in (on_page, in_file)]  # ink of letters
+    assert dark[0] > 200
+    assert dark[1] == pytest.approx(dark[0], rel=0.2)
 
 
 def test_a_link_restores_the_page(show):

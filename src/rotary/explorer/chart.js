@@ -325,7 +325,8 @@ class Chart {
     const [from, to] = [this.svg, copy].map(each => [each, ...each.querySelectorAll("*")]);
     from.forEach((each, i) => {
       const style = getComputedStyle(each);
-      for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-family", "font-size"]) {
+      for (const name of ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "stroke-linecap",
+                          "paint-order", "opacity", "font-family", "font-size", "font-weight"]) {
         to[i].setAttribute(name, style.getPropertyValue(name));
       }
     });
