@@ -55,8 +55,7 @@ def test_a_preset_is_what_the_whole_config_gives(name):
     whole = json.loads((CONFIGS / f"{path}.json").read_text())
     made = published(name)
     assert made.spec == rotary.from_hf_config(whole, kind or None)
-    length = choose(whole, kind or None).get("max_position_embeddings")
-    assert made.context == (length or 4096)
+    assert made.context == choose(whole, kind or None).get("max_position_embeddings") > 0
     assert made.trained == made.spec.params.get("original_max_position_embeddings", made.context)
 
 
@@ -121,6 +120,20 @@ def test_a_config_that_makes_no_sense_is_refused_in_one_line(name):
     with pytest.raises(ValueError, match=message) as refusal:
         Side(model=PASTED, config=text).original()
     assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("length", [{}, {"max_position_embeddings": 0}])
+@pytest.mark.parametrize("view", ["wavelengths", "reach", "plan"])
+def test_a_length_that_a_config_does_not_say_is_asked_for(length, view):
+    config = json.dumps({"head_dim": 128, "rope_theta": 5e5, **length})
+    fields = {"view": view, "a.model": PASTED, "a.config": config, "context": "8192"}
+    found = page.drawn(fields, "a.config")
+    assert (found["pictures"], list(found["errors"])) == ({}, ["a.trained"])
+    assert "no max_position_embeddings" in found["errors"]["a.trained"]
+    assert (found["shown"]["a.trained"], found["shown"]["context"]) == (None, 8192)
+    filled = page.drawn({**fields, "a.trained": "2048"})
+    assert filled["errors"] == {}
+    assert "2,048" in filled["pictures"]["a"]["words"]
 
 
 def test_a_pasted_path_is_not_opened(tmp_path, monkeypatch):
@@ -429,10 +442,11 @@ def test_the_name_of_a_model_is_sent_as_text_alone():
 
 
 def test_half_a_character_is_no_fault_of_the_server():
-    fields = {"a.model": PASTED, "a.config": '{"head_dim": 64, "_name_or_path": "\\ud800"}'}
+    config = '{"model_type": "llama", "_name_or_path": "\\ud800"}'
+    fields = {"a.model": PASTED, "a.config": config}
     assert draw(fields)[1]["pictures"]["a"]["title"] == "A: ?"
     assert ask("/download/figure.html", urlencode(fields))[0] == 200
-    found = draw({"a.model": PASTED, "a.config": '{"head_dim": 64, "x": "\ud800"}'})[1]
+    found = draw({"a.model": PASTED, "a.config": '{"model_type": "llama", "x": "\ud800"}'})[1]
     assert found["errors"] == {} or "a.config" in found["errors"]
 
 

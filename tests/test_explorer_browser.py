@@ -165,6 +165,20 @@ def test_a_broken_config_shows_its_error_in_one_line_and_a_good_one_mends_it(sho
     expect(again.get_by_label("A: config.json")).to_have_value(box.input_value())
 
 
+def test_a_config_without_a_length_asks_for_it(show):
+    page = show("?view=reach&context=8192")
+    page.get_by_label("A: model").select_option("a config.json, pasted below")
+    page.get_by_label("A: config.json").fill('{"head_dim": 128}')
+    expect(error(page, "a.trained")).to_contain_text("no max_position_embeddings")
+    trained = page.get_by_label("A: trained length", exact=False).first
+    expect(trained).to_have_value("")
+    expect(page.locator("#factor")).to_have_value("")
+    trained.fill("2048")
+    expect(error(page, "a.trained")).to_have_text("")
+    expect(words(page)).to_contain_text("in the 2,048 tokens of training")
+    expect(page.locator("#factor")).to_have_value("4")
+
+
 def test_a_layer_type_of_a_pasted_config_is_chosen(show):
     page = show()
     page.get_by_label("A: model").select_option("a config.json, pasted below")

@@ -145,7 +145,7 @@ function set(values) {
       place(control, Number(value), busy.includes(name));
     }
   }
-  const factor = one("#factor"), value = values.context / values["a.trained"];
+  const factor = one("#factor"), value = values.context / (values["a.trained"] ?? NaN);
   if (factor !== document.activeElement) factor.value = Number(value.toFixed(2)) || "";
   place(factor, value, busy.includes("context"));
 }

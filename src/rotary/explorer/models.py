@@ -24,7 +24,8 @@ PASTED = "a config.json, pasted below"
 class Model(NamedTuple):
     """A RoPE as its authors made it.
 
-    trained  tokens it was trained on before any extension; context  tokens it is advertised for
+    trained  tokens it was trained on before any extension; context  tokens it is advertised for;
+             None: the config does not say
     layers   the layer types with different RoPEs; empty if all layers have the same
     layer    the one of these layer types that `spec` belongs to
     name     its name in a pasted config, text that must not be trusted; "" for a published model
@@ -32,8 +33,8 @@ class Model(NamedTuple):
     """
 
     spec: Rotary
-    trained: int
-    context: int
+    trained: int | None
+    context: int | None
     layers: tuple[str, ...]
     layer: str | None
     name: str
@@ -95,10 +96,8 @@ def read(config: Mapping[str, JSON], layer_type: str | None) -> Model:
     if spec.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {spec.head_dim}")
     entry = choose(config, layer_type)
-    before, advertised = lengths(spec, entry)
-    context = advertised if isinstance(advertised, int) and advertised > 0 else 4096
-    trained = before if isinstance(before, int) and before > 0 else context
-    if max(context, trained) > MAX_LENGTH:
+    trained, context = (each if each and each > 0 else None for each in lengths(spec, entry))
+    if max(context or 0, trained or 0) > MAX_LENGTH:
         raise ValueError(f"the lengths of the config must be at most {MAX_LENGTH:,} tokens here")
     return Model(spec, trained, context, layers, layer_type, "", entry)
 
@@ -156,9 +155,9 @@ def _facts(config: dict[str, JSON], layer_type: str | None) -> tuple[object, ...
             model = read(config, layer_type)
     except ValueError:
         return None
-    entry = model.entry
+    entry, context = model.entry, model.context or 1
     try:  # the keys that a plan writes
-        keys = model_keys(entry, as_model_reads(entry, model.spec, model.context), model.context)
+        keys = model_keys(entry, as_model_reads(entry, model.spec, context), context)
     except ValueError:
         keys = {}
     # all but the entry, which has every key

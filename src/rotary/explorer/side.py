@@ -128,12 +128,17 @@ def look(side: Side, context: int) -> Look:
     original = side.original()
     spec = _changed(original.spec, side)
     trained = side.trained or original.trained
+    if trained is None:
+        raise FieldError(
+            "trained",
+            "the config has no max_position_embeddings, the length of its training: fill it in",
+        )
     plain = spec
     if spec.schedule not in ("custom", "axial", "proportional"):  # these scale nothing
         plain = dataclasses.replace(spec, schedule="default", params={})
     before, advertised = spectrum.before_scaling(spec), trained
     if original.spec.schedule != "default":  # its scaling may reach beyond the training
-        advertised = max(trained, original.context)
+        advertised = max(trained, original.context or 0)
     if side.method != AS_MADE:
         if context > trained:
             check_scaling(plain, trained)

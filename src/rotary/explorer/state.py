@@ -103,7 +103,7 @@ def from_fields(fields: Mapping[str, object], changed: str = "") -> State:
     context = int(number("context", fields.get("context", plain.context)))
     if changed in ("a.model", "a.config", "a.layer"):
         with contextlib.suppress(ValueError):
-            context = a.original().context
+            context = a.original().context or context
     view = one_of("view", fields.get("view", plain.view), VIEWS)
     return State(a, b, fields.get("compared") in ("1", True), view, context)
 
