@@ -288,6 +288,20 @@ def test_an_attention_factor_keeps_one_model_from_replacing_the_other():
     assert words.startswith("Every pair turns at the same speed in both. Scores are multiplied by")
 
 
+def test_two_ropes_that_differ_at_another_length_do_not_replace_each_other():
+    dynamic, plain = Side(model="internvl3-8b"), Side(model="qwen2.5-7b")
+    words = difference(dynamic, plain, 32_768)[0].words
+    assert words == (
+        "Every pair turns at the same speed in both. "
+        "A depends on the length: shown at 32,768 tokens."
+    )
+    assert "turn at another speed" in difference(dynamic, plain, 65_536)[0].words
+    assert difference(dynamic, dynamic)[0].words.startswith(
+        "Every pair turns at the same speed in both: one can be used in place of the other. "
+        "A and B depend on the length"
+    )
+
+
 def test_what_differs_between_two_models_is_listed_and_explained():
     found, rows = difference(LLAMA_3, Side(model="llama-3.1-8b"), 131_072)
     assert rows["schedule"] == ("default", "llama3")

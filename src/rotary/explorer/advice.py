@@ -160,6 +160,7 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
     first, second = speeds
     apart = np.abs(first - second) > ALIKE * np.maximum(first, second)
     factors = [inv_freq(each.spec, each.context)[1] for each in (a, b)]
+    depends = [name for name, each in (("A", one), ("B", other)) if each.depends_on_length]
     if apart.any():
         pairs = np.flatnonzero(apart)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -178,7 +179,7 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
         )
     elif (
         is_same_order and one.axes == other.axes and one.sign == other.sign
-        and math.isclose(*factors)
+        and math.isclose(*factors) and (not depends or one == other)
     ):  # fmt: skip
         yield "Every pair turns at the same speed in both: one can be used in place of the other."
     else:
@@ -187,6 +188,6 @@ def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
         yield (
             f"Scores are multiplied by {factors[0] ** 2:.4g} in A and {factors[1] ** 2:.4g} in B."
         )
-    depends = [name for name, each in (("A", a), ("B", b)) if each.spec.depends_on_length]
     if depends:
-        yield f"{' and '.join(depends)} depends on the length: shown at {a.context:,} tokens."
+        verb = "depend" if len(depends) > 1 else "depends"
+        yield f"{' and '.join(depends)} {verb} on the length: shown at {a.context:,} tokens."
