@@ -120,8 +120,10 @@ def test_views_agree_on_what_a_model_as_published_was_trained_with(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [("gemma-3-4b, sliding_attention", 1024), ("mistral-7b-v0.1", 4096)]
-)
+    ("name", "window"),
+    [("gemma-3-4b, sliding_attention", 1024), ("mistral-7b-v0.1", 4096),
+     ("gemma-4-31b, sliding_attention", 1024), ("exaone-4.5-33b", 4096), ("llama-4-scout", 8192)],
+)  # fmt: skip
 def test_reach_sees_no_farther_than_a_window_as_rotary_reach(name, window):
     path, _, kind = name.partition(", ")
     seen = look(Side(model=name), published(name).context)
@@ -129,8 +131,12 @@ def test_reach_sees_no_farther_than_a_window_as_rotary_reach(name, window):
     found = views.reach(seen)
     assert found.tables[0].rows == tuple(expected.rows())
     assert expected.length == window
-    assert found.words.endswith(f"no farther than their window, {window:,} tokens.")
-    assert not found.figure.bars[1].is_short
+    assert found.words == expected.verdict
+    asked, *bars, turn = found.figure.bars
+    assert bars[0].length == window
+    assert [bar.is_short for bar in bars] == [bar.length < asked.length for bar in bars]
+    assert bars[0].is_short
+    assert not turn.is_short
 
 
 def test_a_pair_that_turns_within_the_context_is_no_end_of_it():

@@ -177,8 +177,34 @@ def _of_layer(config: Config, length: int | None) -> Reach | None:
     length = advertised if length is None else whole_number("length", length)
     if length is None:
         raise ValueError("the config has no max_position_embeddings; give the length, in tokens")
-    seen, rest = visible(length, config), config.nope_head_dim
-    found = reach(spec, seen, trained and visible(trained, config), nope_head_dim=rest)
+    return reach_of_layer(spec, length, trained, config)
+
+
+def reach_of_layer(
+    spec: Rotary,
+    length: int,
+    trained: int | None,
+    config: Config,
+    *,
+    original: Rotary | None = None,
+) -> Reach:
+    """Compute `reach` of a RoPE in the layers of `config`: no farther than their window.
+
+    `length` and `trained` are in tokens, before they are cut to the window; the rest and the errors
+    are those of `reach`. The verdict names the window, and float32 angles that are off beyond it.
+
+    >>> config = choose({"model_type": "mistral", "sliding_window": 4096})
+    >>> reach_of_layer(rotary_of(config), 32768, 32768, config).length
+    4096
+    """
+    seen = visible(length, config)
+    found = reach(
+        spec,
+        seen,
+        trained and visible(trained, config),
+        original=original,
+        nope_head_dim=config.nope_head_dim,
+    )
     if seen == length:
         return found
     words = [of_window(seen), found.verdict]

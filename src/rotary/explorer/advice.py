@@ -12,8 +12,7 @@ from ..analysis.spectrum import whole_head
 from ..angles import inv_freq
 from ..kernels import Numbers
 from ..plan import MAX_CONTEXT, recommend_layers
-from ..reach import TOLERANCE, visible
-from ..reach import reach as measure
+from ..reach import TOLERANCE, reach_of_layer
 from .curves import distance_axis, outline, trained_line
 from .figures import Axis, Bar, Curve, Figure, Line, Picture, Table
 from .side import FieldError, Look, check_scaling
@@ -24,24 +23,21 @@ ALIKE = 1e-9  # frequencies with a smaller relative difference count as equal
 def reach(look: Look) -> Picture:
     """Draw every length that bounds a RoPE, beside the requested context: `rotary.reach`."""
     context, window = look.context, look.entry.window
-    length, trained = (visible(each, look.entry) for each in (context, look.trained))
-    rest = look.entry.nope_head_dim
-    result = measure(look.spec, length, trained, original=look.before, nope_head_dim=rest)
-    first, words = result.first_failure, result.verdict
+    result = reach_of_layer(look.spec, context, look.trained, look.entry, original=look.before)
+    first = result.first_failure
     ends = [("trained length", look.trained, f"{look.trained:,} tokens")]
     if window is not None:
         ends.insert(0, ("these layers see no farther than", window, f"{window:,} tokens"))
-        words += f" These layers see no farther than their window, {window:,} tokens."
     ends += [
         ("a similar key is first not preferred at (B_m < 0)",
-         first or length, f"{first:,}" if first else f"none up to {length:,}"),
+         first or context, f"{first:,}" if first else f"none up to {result.length:,}"),
         (f"float32 angles are right to {TOLERANCE:g} rad up to",
          result.float32_positions, f"{result.float32_positions:,}"),
     ]  # fmt: skip
     turn = result.longest_wavelength  # no end: a pair that turns has shown all of its angles
     bars = (
         Bar("context asked for", context, f"{context:,} tokens", False),
-        *(Bar(name, tokens, text, tokens < length) for name, tokens, text in ends),
+        *(Bar(name, tokens, text, tokens < context) for name, tokens, text in ends),
         Bar("the slowest pair turns once in", turn, f"{turn:,.0f} tokens", False),
     )
     lengths = np.array([max(bar.length, 1.0) for bar in bars])
@@ -53,7 +49,7 @@ def reach(look: Look) -> Picture:
     )
     columns: dict[str, Numbers] = {"bar": np.arange(len(bars)), "tokens": lengths}
     table = Table(("what", "value"), tuple(result.rows()))
-    return Picture(columns, words, figure, (table,))
+    return Picture(columns, result.verdict, figure, (table,))
 
 
 def plan(look: Look) -> Picture:
