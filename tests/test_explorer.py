@@ -377,8 +377,8 @@ def test_a_figure_names_its_axes_and_columns_that_are_there(view):
 
 def test_channels_of_one_pair_have_one_number():
     for name in ("llama-2-7b", "gpt-j-6b", "deepseek-v3"):
-        spec = published(name).spec
-        columns = views.layout(look(Side(model=name), 4096)).columns
+        seen = look(Side(model=name), 4096)
+        spec, columns = seen.head, views.layout(seen).columns
         reads, writes = columns["reads"], columns["writes"]
         x = np.random.default_rng(0).standard_normal(spec.head_dim)
         for pair in range(spec.rotary_dim // 2):

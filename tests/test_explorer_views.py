@@ -199,6 +199,18 @@ def test_q_times_k_counts_the_attention_factor_of_a_method():
     assert found.columns["score"][-1] == pytest.approx(factor * np.cos(at * speeds).sum())
 
 
+def test_views_of_latent_attention_are_of_the_whole_head():
+    seen = look(Side(model="deepseek-v3"), 131_072)  # 64 rotated channels after 128 others
+    scores, sums = (views.hands(seen).columns["score"], views.similarity(seen).columns)
+    assert scores.min() == pytest.approx(sums["similarity"].min())
+    assert views.hands(seen).figure.moving.constant == 64
+    assert "32 pairs in 192 channels" in views.wavelengths(seen).words
+    assert views.layout(seen).words.startswith("Channels 128 to 191 of 192 are rotated")
+    two, rows = difference(LLAMA_3, Side(model="deepseek-v3"))
+    assert "A rotates 128 of 128 channels, B 64 of 192" in two.words
+    assert rows["head_dim"] == ("128", "192")
+
+
 def test_plan_is_that_of_the_library_and_its_config_gives_the_recommendation():
     spec = published("llama-3-8b").spec
     found, expected = views.plan(look(LLAMA_3, 32_768)), recommend(32_768, spec, 8192)

@@ -115,7 +115,7 @@ def difference(a: Look, b: Look) -> Picture:
 
 def _fields(look: Look) -> dict[str, str]:
     """Return the fields of a RoPE and its trained and advertised length, each as text."""
-    spec = look.spec.to_dict()
+    spec = look.head.to_dict()
     params = spec.pop("params")
     lengths = {"trained length": look.trained, "advertised length": look.advertised}
     factor = {"attention_factor": inv_freq(look.spec, look.context)[1]}
@@ -132,7 +132,7 @@ def _text(value: object) -> str:
 
 def _meaning(a: Look, b: Look, speeds: list[Numbers]) -> Iterator[str]:
     """Yield sentences that say what the differences mean for weights and cached keys."""
-    one, other = a.spec, b.spec
+    one, other = a.head, b.head
     slices = [(each.head_dim, each.rotary_dim, each.start) for each in (one, other)]
     if slices[0] != slices[1]:
         yield (

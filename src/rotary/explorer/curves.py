@@ -36,7 +36,7 @@ def wavelengths(look: Look) -> Picture:
     moving = waves[np.isfinite(waves)]
     still = f"; {len(waves) - len(moving)} stand still" if len(moving) < len(waves) else ""
     words = (
-        f"{len(waves)} pairs in {look.spec.head_dim} channels{still}; one turn takes from "
+        f"{len(waves)} pairs in {look.head.head_dim} channels{still}; one turn takes from "
         f"{moving.min():,.1f} to {moving.max():,.0f} tokens. {before}{never} pairs never turn once "
         f"in the {look.trained:,} tokens of training: the critical dimension is {critical}."
     )
@@ -218,7 +218,7 @@ def error_of_angles(look: Look) -> Picture:
 
 def layout(look: Look) -> Picture:
     """Draw the pair of each channel, in the layout that is read and in the one written."""
-    spec, count = look.spec, look.spec.rotary_dim // 2
+    spec, count = look.head, look.spec.rotary_dim // 2
     columns: dict[str, Numbers] = {"channel": np.arange(spec.head_dim)}
     axes = np.array(spec.axes or (0,) * count)
     for name, kind, values in (

@@ -25,7 +25,7 @@ def hands(look: Look) -> Picture:
     """Draw each pair as two hands, of k and q, and q . k of two equal vectors against distance."""
     distances = outline(look.spec, look.context)
     frequencies, factor = inv_freq(look.spec, look.context)
-    speeds, times, still = look.spec.sign * frequencies, factor**2, spectrum.still_pairs(look.spec)
+    speeds, times, still = look.spec.sign * frequencies, factor**2, spectrum.still_pairs(look.head)
     sums = bounds.similarity(look.spec, distances, still=0.0, seq_len=look.context)
     scores = times * sums + still
     words = (
