@@ -350,9 +350,15 @@ def test_the_decay_curve_is_that_of_figure_2():
     np.testing.assert_allclose(line.get_ydata()[[0, 9, 49, 99, 249]], published, atol=6e-4)
 
 
+def test_the_longest_decay_curve_that_has_numbers_is_drawn():
+    (line,) = plots.decay(Rotary(head_dim=2), 2**24).axes[0].lines
+    assert len(line.get_xdata()) > 300
+    np.testing.assert_allclose(line.get_ydata(), 1)  # one pair: a sum of one term of size 1
+
+
 def test_a_long_decay_curve_shows_mean_and_extremes_of_every_bin():
     panel = plots.decay(LLAMA_2, 20_000).axes[0]
-    values = decay_numbers.decay_curve(LLAMA_2, np.arange(20_001))
+    values = np.append(np.nan, decay_numbers.decay_curve(LLAMA_2, np.arange(1, 20_001)))
     line, band = panel.lines[0], panel.collections[0].get_paths()[0].vertices
     starts = line.get_xdata()
     assert len(starts) <= points.BINS

@@ -48,11 +48,12 @@ def decay(
     np.float64(31.538)
     """
     length = whole_number("length", length)
-    starts = log_bins(length)
+    starts, distances = log_bins(length), np.arange(1, length + 1)
     figure, (panel,) = panels(log="x")
     entries: list[tuple[str, Artist]] = []
     for name, spec, style in curves(specs):
-        values = numbers.decay_curve(spec, np.arange(length + 1), seq_len=seq_len, axes=axes)
+        values = np.zeros(length + 1)  # that at distance 0 is not drawn
+        values[1:] = numbers.decay_curve(spec, distances, seq_len=seq_len, axes=axes)
         low, high = (values[at] for at in extremes(values, starts))
         panel.fill_between(starts, low, high, color=style["color"], alpha=0.2, linewidth=0)
         entries += [(name, panel.plot(starts, means(values, starts), linewidth=1.3, **style)[0])]
