@@ -81,6 +81,15 @@ def test_the_scaling_of_a_model_stands_beside_the_methods():
     assert "do not stretch the schedule 'proportional'" in still.words
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "gemma-4-e4b, full_attention"])
+def test_no_scaling_is_shown_at_any_length_for_every_model(name):
+    model = published(name)
+    for context in (model.trained, model.trained + 1, 2 * model.trained):
+        assert look(Side(model=name, method="none"), context).spec == model.spec
+    with pytest.raises(ValueError, match="methods stretch the spec that was trained"):
+        look(Side(model=name, method="yarn"), 2 * model.trained)
+
+
 def test_reach_is_that_of_the_library():
     seen = look(LLAMA_3, 32_768)
     found, expected = views.reach(seen), reach(published("llama-3-8b").spec, 32_768, 8192)

@@ -140,10 +140,10 @@ def look(side: Side, context: int) -> Look:
     if original.spec.schedule != "default":  # its scaling may reach beyond the training
         advertised = max(trained, original.context or 0)
     if side.method != AS_MADE:
-        if context > trained:
+        spec, before = plain, plain
+        if context > trained and side.method != "none":
             check_scaling(plain, trained)
-        scaled = extension.methods(plain, trained, context) if context > trained else {}
-        spec, before = scaled.get(side.method, plain), plain
+            spec = extension.methods(plain, trained, context)[side.method]
     return Look(spec, plain, before, trained, context, advertised, side)
 
 
