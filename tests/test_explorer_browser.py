@@ -492,6 +492,21 @@ def test_compared_pictures_have_one_scale(show):
     assert heights[0] == heights[1]
 
 
+@pytest.mark.parametrize("view", ["reach", "band"])
+def test_compared_pictures_have_one_scale_where_their_ends_are_given(show, view):
+    page = show(f"?view={view}&compared=1&a.model=llama-2-7b&a.method=none&context=262144"
+                "&b.model=llama-3-8b&b.method=longrope")  # fmt: skip
+    page.wait_for_selector("#links-b a")
+    ticks = [
+        page.locator(f"#plot-{side} .tick").evaluate_all(
+            "all => all.map(each => ['x', 'y'].map(name => each.getAttribute(name))"
+            ".concat(each.textContent))"
+        )
+        for side in "ab"
+    ]
+    assert ticks[0] == ticks[1] != []
+
+
 def luminance(colour):
     red, green, blue = (int(part) for part in re.findall(r"\d+", colour)[:3])
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

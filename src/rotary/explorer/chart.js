@@ -25,7 +25,7 @@ function long(value) {  // a number beside a point
 }
 
 // From a value to a pixel and back, and the values that are written beside the axis
-function scale(axis, values, from, to, ends = axis.ends) {
+function scale(axis, values, from, to, ends) {
   const into = axis.is_log ? Math.log10 : value => value;
   const out = axis.is_log ? value => 10 ** value : value => value;
   const all = values.filter(value => Number.isFinite(value) && (value > 0 || !axis.is_log));
@@ -51,6 +51,11 @@ function scale(axis, values, from, to, ends = axis.ends) {
     }
   }
   return { at, back, ticks };
+}
+
+// Ends that hold those of two axes; null: ends of the data
+function widest(one, other) {
+  return one.ends && [Math.min(one.ends[0], other.ends[0]), Math.max(one.ends[1], other.ends[1])];
 }
 
 // Blue over grey to yellow: neighbours and ends differ for colour-blind people too
@@ -199,7 +204,7 @@ class Chart {
       return [...figure.curves.flatMap(curve => columns[curve.y].filter(isSeen)),
               ...figure.lines.filter(line => line.axis === "y").map(line => line.at)];
     });
-    const ys = scale(figure.y, values, box.bottom, box.top);
+    const ys = scale(figure.y, values, box.bottom, box.top, widest(figure.y, this.beside.figure.y));
     this.ys = ys;
     this.axis(figure.y, ys, box, false);
     const inside = node(this.svg, "svg", { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top, viewBox: `${box.left} ${box.top} ${box.right - box.left} ${box.bottom - box.top}` });
@@ -257,7 +262,7 @@ class Chart {
 
   // Lengths over one axis, each below its name; those that end before the lines are red
   bars({ x, bars, lines }, box) {
-    const xs = scale(x, [], box.left, box.right), size = (box.bottom - 8) / bars.length;
+    const xs = scale(x, [], box.left, box.right, widest(x, this.beside.figure.x)), size = (box.bottom - 8) / bars.length;
     this.axis(x, xs, box, true);
     for (const line of lines) {
       node(this.svg, "line", { x1: xs.at(line.at), x2: xs.at(line.at), y1: 4, y2: box.bottom, class: `curve dash ${line.colour}` });
