@@ -208,6 +208,27 @@ def test_q_times_k_counts_the_attention_factor_of_a_method():
     assert found.columns["score"][-1] == pytest.approx(factor * np.cos(at * speeds).sum())
 
 
+@pytest.mark.filterwarnings("ignore:base 1 gives")
+def test_sentences_fit_one_pair_and_pairs_that_turn_alike():
+    alike, one = look(Side(base=1), 4096), look(Side(head_dim=2), 4)
+    assert "64 pairs in 128 channels; one turn takes 6.3 tokens. 0 pairs never turn once" in (
+        views.wavelengths(alike).words
+    )
+    assert views.wavelengths(one).words.startswith(
+        "1 pair in 2 channels; one turn takes 6.3 tokens. 0 pairs never turn once"
+    )
+    assert (
+        "1 pair never turns once" in views.wavelengths(look(Side(head_dim=2, trained=6), 4)).words
+    )
+    assert "partial sums is 32.5 at every distance; it" in views.decay_curve(alike).words
+
+
+def test_a_reason_why_there_is_no_config_is_short():
+    reason = page.drawn({"view": "layout", "a.model": "qwen3-vl-8b"})["no_config"]["a"]
+    assert "cannot say axes=(0, 1, 2, 0, 1, 2" in reason
+    assert len(reason) < 150
+
+
 def test_views_of_latent_attention_are_of_the_whole_head():
     seen = look(Side(model="deepseek-v3"), 131_072)  # 64 rotated channels after 128 others
     scores, sums = (views.hands(seen).columns["score"], views.similarity(seen).columns)

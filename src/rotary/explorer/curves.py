@@ -11,6 +11,7 @@ from ..analysis import bounds, decay, extension, precision, spectrum
 from ..angles import inv_freq
 from ..kernels import Numbers
 from ..spec import Rotary
+from ..words import counted
 from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
 from .side import Look
 
@@ -34,11 +35,17 @@ def wavelengths(look: Look) -> Picture:
     is_scaled = look.before != look.spec and look.before.schedule != "custom"
     before = "Before scaling " if is_scaled else ""
     moving = waves[np.isfinite(waves)]
-    still = f"; {len(waves) - len(moving)} stand still" if len(moving) < len(waves) else ""
+    still = len(waves) - len(moving)
+    fast, slow = (
+        f"{tokens:,.1f}" if tokens < 100 else f"{tokens:,.0f}"
+        for tokens in (moving.min(), moving.max())
+    )
     words = (
-        f"{len(waves)} pairs in {look.head.head_dim} channels{still}; one turn takes from "
-        f"{moving.min():,.1f} to {moving.max():,.0f} tokens. {before}{never} pairs never turn once "
-        f"in the {look.trained:,} tokens of training: the critical dimension is {critical}."
+        f"{counted(len(waves), 'pair')} in {look.head.head_dim} channels"
+        + (f"; {still} {'stands' if still == 1 else 'stand'} still" if still else "")
+        + f"; one turn takes {fast if fast == slow else f'from {fast} to {slow}'} tokens. "
+        f"{before}{counted(never, 'pair')} never {'turns' if never == 1 else 'turn'} once in the "
+        f"{look.trained:,} tokens of training: the critical dimension is {critical}."
     )
     columns = {
         "pair": np.arange(len(waves)),
@@ -62,9 +69,12 @@ def decay_curve(look: Look) -> Picture:
     """Draw figure 2 of RoFormer: mean |S_j| against distance, a factor of the bound of scores."""
     distances = np.concatenate([[0], spaced(look.context)])
     mean = decay.decay_curve(look.spec, distances, seq_len=look.context)
+    ends = f"falls from {mean[0]:.4g} at distance 0 to {mean[-1]:.4g} at {distances[-1]:,}"
+    if np.allclose(mean, mean[0]):  # all pairs turn alike
+        ends = f"is {mean[0]:.4g} at every distance"
     words = (
-        f"The mean size of the partial sums falls from {mean[0]:.4g} at distance 0 to "
-        f"{mean[-1]:.4g} at {distances[-1]:,}; it bounds scores, and far ones may still be large."
+        f"The mean size of the partial sums {ends}; it bounds scores, and far ones may still be "
+        "large."
     )
     figure = Figure(
         Axis("distance, tokens", is_log=True),
