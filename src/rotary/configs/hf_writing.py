@@ -48,9 +48,8 @@ def to_hf_config(
     plain = Rotary(head_dim=spec.head_dim, rotary_dim=spec.rotary_dim)
     for field in ("start", "layout", "out_layout", "axes", "sign"):
         if getattr(spec, field) != getattr(plain, field):
-            raise ValueError(
-                f"a plain config cannot say {field}={getattr(spec, field)!r}: it belongs to a model"
-            )
+            value = brief(getattr(spec, field))
+            raise ValueError(f"a plain config cannot say {field}={value}: it belongs to a model")
     if spec.schedule == "proportional" and spec.rotary_dim != spec.head_dim:
         raise ValueError(
             f"a config cannot have rotary_dim={spec.rotary_dim} and a partial_rotary_factor of "
