@@ -300,6 +300,16 @@ def test_angles_in_float32_beyond_their_length():
     assert "float32 angles" not in advice({**data, "max_position_embeddings": safe + 1})
 
 
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("hy3-preview", "default, base 11158840, half, attention factor 1"),
+     ("deepseek-v3", "yarn, base 10000, interleaved, writes half, attention factor 1")],
+)  # fmt: skip
+def test_the_base_is_told_in_full_and_so_is_the_layout_that_is_written(model, said):
+    found = audit(Path(__file__).parent / "configs" / f"{model}.json")
+    assert said in [each.found for each in found]
+
+
 def test_float32_angles_of_longrope_are_those_of_its_long_list():
     path = Path(__file__).parent / "configs" / "phi-3-mini-128k.json"
     # short_factor alone is right up to 144,179

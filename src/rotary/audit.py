@@ -136,10 +136,12 @@ def _rope(where: str, spec: Rotary | None) -> Finding:
     if spec is None:
         return Finding(where, "no rotation")
     factor = inv_freq(spec)[1]
+    written = f", writes {spec.out_layout}"
     share = f", {spec.rotary_dim} of {spec.head_dim} channels from {spec.start}"
     return Finding(
         where,
-        f"{spec.schedule}, base {spec.base:g}, {spec.layout}"
+        f"{spec.schedule}, base {spec.base:.15g}, {spec.layout}"
+        f"{written if spec.out_layout != spec.layout else ''}"
         f"{share if spec.rotary_dim != spec.head_dim else ''}, attention factor {factor:.6g}",
     )
 
