@@ -165,6 +165,20 @@ def test_a_broken_config_shows_its_error_in_one_line_and_a_good_one_mends_it(sho
     expect(again.get_by_label("A: config.json")).to_have_value(box.input_value())
 
 
+@pytest.mark.parametrize("text", ["1,5", "", "1e400"])
+def test_a_factor_that_is_no_number_leaves_the_context_alone(show, text):
+    page = show("?view=wavelengths&context=4096")
+    box = page.locator("#factor")
+    box.fill(text)
+    expect(error(page, "factor")).to_have_text(f"factor must be a number, got '{text}'")
+    expect(box).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#context")).to_have_value("4096")
+    box.fill("1.5")
+    expect(error(page, "factor")).to_have_text("")
+    expect(box).to_have_attribute("aria-invalid", "false")
+    expect(page.locator("#context")).to_have_value("12288")
+
+
 def test_a_config_without_a_length_asks_for_it(show):
     page = show("?view=reach&context=8192")
     page.get_by_label("A: model").select_option("a config.json, pasted below")
@@ -173,6 +187,9 @@ def test_a_config_without_a_length_asks_for_it(show):
     trained = page.get_by_label("A: trained length", exact=False).first
     expect(trained).to_have_value("")
     expect(page.locator("#factor")).to_have_value("")
+    page.locator("#factor").fill("2")
+    expect(error(page, "a.trained")).to_contain_text("fill in the trained length of A first")
+    expect(page.locator("#context")).to_have_value("8192")
     trained.fill("2048")
     expect(error(page, "a.trained")).to_have_text("")
     expect(words(page)).to_contain_text("in the 2,048 tokens of training")

@@ -32,9 +32,9 @@ for (const box of every("#controls input[data-most]")) {
   box.slider = slider;
   box.after(slider);
 }
-for (const control of every("#controls [name]:not([type=checkbox])")) {
+for (const control of every("#controls :is([name], #factor):not([type=checkbox])")) {
   const line = make("p", { className: "error", id: `${control.id}-error` });
-  line.dataset.of = control.name;
+  line.dataset.of = control.name || control.id;
   line.setAttribute("role", "alert");
   (control.slider ?? control).after(line);
   control.setAttribute("aria-describedby", line.id);
@@ -83,11 +83,15 @@ async function run() {
   }
 }
 
-function show({ errors, ...answer }) {
+function tellErrors(errors) {
   for (const line of every(".error")) line.textContent = errors[line.dataset.of] ?? "";
-  for (const control of every("#controls [name]")) {
-    control.setAttribute("aria-invalid", control.name in errors);
+  for (const control of every("#controls :is([name], #factor)")) {
+    control.setAttribute("aria-invalid", (control.name || control.id) in errors);
   }
+}
+
+function show({ errors, ...answer }) {
+  tellErrors(errors);
   if (!answer.pictures) return;
   last = answer;
   one("#certified").textContent = "";
@@ -157,7 +161,10 @@ function place({ slider, dataset }, value, isBusy) {
 
 document.addEventListener("input", ({ target }) => {
   if (target.id === "factor") {
-    one("#context").value = Math.round(last.shown["a.trained"] * Number(target.value));
+    const factor = Number(target.value.trim() || NaN), trained = last.shown["a.trained"];
+    if (!Number.isFinite(factor)) return tellErrors({ factor: `factor must be a number, got '${target.value}'` });
+    if (!trained) return tellErrors({ "a.trained": "fill in the trained length of A first" });
+    one("#context").value = Math.round(trained * factor);
     change("context", one("#context").value);
   } else if (target.name) {
     change(target.name, target.type === "checkbox" ? (target.checked ? "1" : "") : target.value);
