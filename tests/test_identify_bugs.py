@@ -69,6 +69,14 @@ def test_what_is_rounded_is_named(name):
     assert found.right_up_to == right_up_to
 
 
+def test_float32_angles_are_not_blamed_for_errors_of_tables():
+    coarse = identify(partial(rope, angles=F32, rates=F32, tables=BF16), D, form="positions")
+    assert coarse.codes == ("bfloat16_tables",)
+    assert coarse.arithmetic == "float32 angles, bfloat16 tables"
+    fine = identify(partial(rope, angles=F32, rates=F32, tables=F16), D, form="positions")
+    assert fine.codes == ("float32_angles", "float16_tables")
+
+
 @pytest.mark.parametrize(("width", "base"), [(16, 1e4), (64, 1e4), (80, 1e4), (256, 1e6)])
 def test_float32_angles_are_right_up_to_where_they_are_said_to_be(width, base):
     """Powers of two, where products are hardly rounded, are right two to three times as far."""

@@ -363,15 +363,18 @@ def _with_precision(
     if len(wrong) and kinds == ("float32 angles",) and not spec.depends_on_length:
         # what was probed lies near powers of two, where products are hardly rounded
         right = min(right, longest_safe_position(spec, right_to))
+    is_float32_at_fault = len(wrong) > 0
     if turning.type not in ("float32", box.dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
+        # where such tables alone are off by more, they are the cause
+        is_float32_at_fault &= longest_safe_position(spec, right_to, f"{turning.type}_table") > 0
     until = ""
     if len(wrong):
         until = f", off by more than {in_rad(right_to)} rad at some positions above {right:,}"
     findings = [
         Finding(kind.replace(" ", "_"), f"computed with {kind}{until}")
         for kind in kinds
-        if kind != "exact" and (until or kind != "float32 angles")
+        if kind != "exact" and (is_float32_at_fault or kind != "float32 angles")
     ]
     if rates.last < probed:
         far = Far(box, turning.pairs, rates.sign, turning.start)
