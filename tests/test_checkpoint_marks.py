@@ -112,6 +112,38 @@ def test_convert_warns_of_files_of_another_code_base(tmp_path):
     assert "rotary.patch" not in done.warning
 
 
+def adapter(folder, parts):
+    """A file of LoRA, or of projections, for 2 heads of 8 channels."""
+    folder.mkdir()
+    names = {f"model.layers.0.self_attn.{n}_proj.{part}": torch.ones(16, 16)
+             for n in "qk" for part in parts}  # fmt: skip
+    save_file(names, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("stated", [{"base_model_name_or_path": "org/base"}, {}, None])
+def test_convert_says_that_an_adapter_needs_a_converted_base(tmp_path, stated):
+    """A program takes the base from adapter_config.json, and its config, which no mark reaches."""
+    folder = adapter(tmp_path / "a", ["lora_A.weight", "lora_B.weight"])
+    if stated is not None:
+        (folder / "adapter_config.json").write_text(json.dumps(stated))
+    config = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2}
+    done = convert_checkpoint(folder, tmp_path / "b", config=config, from_layout="half",
+                              to_layout="interleaved")  # fmt: skip
+    base = "'org/base'" if stated else "a base model"
+    assert done.warning.startswith(f"these are changes to the weights of {base}, and fit only")
+    assert "convert the base model to interleaved too" in done.warning
+    assert "rotary.patch" not in done.warning
+
+
+def test_a_model_with_lora_inside_is_no_adapter(tmp_path):
+    folder = adapter(tmp_path / "a", ["weight", "lora_A.speech.weight", "lora_B.speech.weight"])
+    config = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2}
+    done = convert_checkpoint(folder, tmp_path / "b", config=config, from_layout="half",
+                              to_layout="interleaved")  # fmt: skip
+    assert "rotary.patch(model)" in done.warning
+
+
 # --- what `doctor` and `audit` say ---
 
 

@@ -15,16 +15,19 @@ from typing import NamedTuple
 
 from ..fanout import check_executor
 from . import files, writing
-from .files import CONFIG, MANIFEST, check_unchanged, state_of
-from .layout import warning_of, with_layout, written_config
+from .files import CONFIG, MANIFEST, check_unchanged, read_json, state_of
+from .layout import warning_of, warning_of_adapter, with_layout, written_config
 from .plan import Conversion, Plan, plan
 from .shards import Advance, Proof, copy_file, prove, write_shards
+
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT, beside the weights of an adapter
 
 
 class Converted(NamedTuple):
     """What was done: the plan, the shards that this call wrote, and the proof.
 
-    warning  which program will load the result and compute wrong results, and what to do; or ""
+    warning  which program will load the result and compute wrong results, or that the result is an
+             adapter, whose base must be converted too; and what to do; or ""
     """
 
     plan: Plan
@@ -108,7 +111,12 @@ def prepare(
     data = config_file.data
     todo = plan(tensors, data, from_layout, to_layout, trust_source=is_moved, leave=leave)
     changed = with_layout(data, to_layout)
-    warnings = (todo.warning, warning_of(changed, to_layout, todo.code_base))
+    adapter = root / ADAPTER_CONFIG
+    if adapter.is_file() or all(".lora_" in name for name in todo.moves):
+        base = read_json(adapter).get("base_model_name_or_path") if adapter.is_file() else None
+        of_use = warning_of_adapter(base, to_layout)
+    else:
+        of_use = warning_of(changed, to_layout, todo.code_base)
     return Conversion(
         Path(source),
         Path(target),
@@ -117,7 +125,7 @@ def prepare(
         config_file,
         written_config(config_file, changed, (manifest or {}).get("config")),
         verify,
-        warnings=tuple(filter(None, warnings)),
+        warnings=tuple(filter(None, (todo.warning, of_use))),
     )
 
 

@@ -26,6 +26,7 @@ from ..configs import MODELS, load
 from ..configs.entries import TEXT_PARTS
 from ..configs.hf import LAYOUT_MARK, layout_of_weights
 from ..strict_json import JSON, parsed
+from ..words import brief
 from .files import CONFIG, ConfigFile, Tensor, open_regular, read_checkpoint
 from .names import classify
 from .plan import Move, plan
@@ -181,6 +182,22 @@ def warning_of(
             "load the model without trust_remote_code"
         )
     return ""
+
+
+def warning_of_adapter(base: JSON, layout: str) -> str:
+    """Say that an adapter such as LoRA, now in `layout`, fits only a base model in that layout.
+
+    base  name or folder of the base model, as adapter_config.json states it, if it does
+
+    >>> warning_of_adapter("org/base", "half").split(";")[0]
+    "these are changes to the weights of 'org/base', and fit only weights that are half"
+    """
+    named = brief(base) if base and isinstance(base, str) else "a base model"
+    return (
+        f"these are changes to the weights of {named}, and fit only weights that are {layout}; "
+        f"convert the base model to {layout} too, and name the result as base_model_name_or_path "
+        "in adapter_config.json"
+    )
 
 
 def _text_part(data: Mapping[str, JSON], name: str = "") -> tuple[Mapping[str, JSON], str]:
