@@ -4,14 +4,16 @@
  *
  * It works out cos and sin from inv_freq and the positions, rotates q and k, and compares. Put your
  * own functions in place of `table` and `rotate`. The reader relies on one line for each array,
- * which `rotary vectors` writes; any JSON library reads the file as well. Specs with several
- * position axes are skipped.
+ * which `rotary vectors` writes; any JSON library reads the file as well. Cases with several
+ * position axes, and those of layers that rotate nothing, are skipped; if all are, that is an error.
  */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+enum { SKIPPED = -1 };
 
 /* The text after "key": in [from, to), or NULL. Keys are at the beginning of a line. */
 static const char *find(const char *from, const char *to, const char *key) {
@@ -93,9 +95,10 @@ static int compare(size_t number, const char *name, const float *mine, const flo
     return 0;
 }
 
+/* The number of arrays that differ, or SKIPPED. */
 static int check_case(size_t number, const char *from, const char *to) {
-    if (strncmp(find(from, to, "spec"), "null", 4) == 0) return 0; /* rotates nothing */
-    if (atoi(find(from, to, "num_axes")) > 1) return 0;
+    if (strncmp(find(from, to, "spec"), "null", 4) == 0) return SKIPPED; /* rotates nothing */
+    if (atoi(find(from, to, "num_axes")) > 1) return SKIPPED;
     int faults = 0;
     const char *limits = find(from, to, "tolerance");
     double factor = atof(find(from, to, "attention_factor"));
@@ -152,14 +155,23 @@ int main(int argc, char **argv) {
     while (end > 0 && text[end - 1] == '\n') --end;
     if (end < 4 || memcmp(text + end - 4, "\n]\n}", 4) != 0)
         return fprintf(stderr, "the file has no end: it was cut short\n"), 2;
-    size_t cases = 0;
+    size_t checked = 0, skipped = 0;
     int faults = 0;
-    for (const char *at = text; (at = strstr(at, "\n\"layer_type\": ")); ++cases) {
+    for (const char *at = text; (at = strstr(at, "\n\"layer_type\": ")); ++at) {
         const char *next = strstr(at + 1, "\n\"layer_type\": ");
-        faults += check_case(cases, at, next ? next : text + size);
-        at += 1;
+        int found = check_case(checked + skipped, at, next ? next : text + size);
+        if (found == SKIPPED) {
+            ++skipped;
+            continue;
+        }
+        ++checked;
+        faults += found;
     }
     free(text);
-    if (!faults) printf("ok: %zu case%s\n", cases, cases == 1 ? "" : "s");
-    return faults != 0;
+    if (faults) return 1;
+    printf("%s: %zu case%s", checked ? "ok" : "nothing was checked", checked,
+           checked == 1 ? "" : "s");
+    if (skipped) printf(", %zu skipped (several position axes, or no rotation)", skipped);
+    printf("\n");
+    return checked ? 0 : 2;
 }

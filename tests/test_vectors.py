@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests" / "configs"
 LLAMA = str(CONFIGS / "llama-3.1-8b.json")
 C_PROGRAM = ROOT / "examples" / "check_vectors.c"
+SKIPPED = "1 skipped (several position axes, or no rotation)\n"
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_layer_type_that_rotates_nothing_is_said(main, program, tmp_path):
     assert first["spec"]["base"] == 1e6
     assert second == {"layer_type": "none", "spec": None}
     path.write_text(done.out)
-    assert told(program, path) == (0, "ok: 2 cases\n")
+    assert told(program, path) == (0, f"ok: 1 case, {SKIPPED}")
 
 
 def test_two_cases_where_frequencies_depend_on_the_length(main):
@@ -238,6 +239,13 @@ def test_a_program_in_c_checks_its_own_rotation(program, main, tmp_path, name):
     assert main("vectors", str(CONFIGS / f"{name}.json"), "-o", str(path)).code == 0
     code, out = told(program, path)
     assert (code, out.splitlines()[-1].startswith("ok: ")) == (0, True), out
+
+
+def test_the_program_in_c_fails_if_it_checked_nothing(program, main, tmp_path):
+    """It said "ok: 1 case" of M-RoPE, which it skips."""
+    path = tmp_path / "vectors.json"
+    assert main("vectors", str(CONFIGS / "qwen2-vl-7b.json"), "-o", str(path)).code == 0
+    assert told(program, path) == (2, f"nothing was checked: 0 cases, {SKIPPED}")
 
 
 def test_the_program_in_c_sees_a_wrong_number(program, tmp_path):
