@@ -265,13 +265,17 @@ def test_scales_that_are_no_blocks_of_the_weight_are_refused():
         carried(turned, config_of(2, 64))
 
 
-def test_zero_points_of_packed_rows_are_refused_without_the_blocks_of_a_weight():
-    """compressed-tensors packs 8 zero points of 8 rows in a word; there is no `weight`."""
-    arrays = {
-        "weight_packed": np.zeros((512, 8), np.int32), "weight_zero_point": np.zeros((64, 1), "i4")
-    }  # fmt: skip
+def test_zero_points_of_packed_rows_are_refused_by_the_name_of_their_format():
+    """compressed-tensors packs 8 zero points of 8 rows in a word."""
+    packed = {"weight_packed": np.zeros((512, 8), np.int32)}
+    with pytest.raises(ValueError, match=r"\(pack-quantized\); convert the weights"):
+        carried({**packed, "weight_zero_point": np.zeros((64, 1), np.int32)}, config_of(8, 64))
+
+
+def test_scales_of_packed_rows_are_refused_without_the_blocks_of_a_weight():
+    packed = {"weight_packed": np.zeros((512, 8), np.int32)}
     with pytest.raises(ValueError, match=r"\(64, 1\): neither one number, nor 512 rows$"):
-        carried(arrays, config_of(8, 64))
+        carried({**packed, "weight_scale": np.ones((64, 1), np.float32)}, config_of(8, 64))
 
 
 @pytest.mark.parametrize("name", ["weight.absmax", "weight.quant_state.bitsandbytes__nf4", "W_q",

@@ -130,6 +130,11 @@ def place_of(
                 "leave (--leave)"
             )
         return Place(0)
+    if parameter == "weight_zero_point" and "weight_packed" in tensors:
+        raise ValueError(
+            f"{where} packs the zero points of several rows in 32 bits, as compressed-tensors does "
+            "(pack-quantized); convert the weights before they are quantized"
+        )
     inputs = weight.shape[-1] if weight is not None and len(weight.shape) == 2 else None
     blocks = math.ceil(size / block[0]), None if inputs is None else math.ceil(inputs / block[1])
     if shape == blocks:
