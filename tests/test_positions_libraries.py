@@ -193,6 +193,28 @@ def test_unsigned_numbers_of_numpy_beside_another_array(library):
     assert type(found) is type(like)
 
 
+@pytest.mark.parametrize(
+    ("library", "dtype", "limit"),
+    [("numpy", "uint64", "int64"), ("torch", "uint64", "int64"), ("jax.numpy", "uint32", "int32")],
+)
+def test_unsigned_numbers_that_would_wrap_are_refused(library, dtype, limit):
+    """Those of torch and JAX became negative positions."""
+    module = pytest.importorskip(library)
+    most = int(np.iinfo(limit).max)
+
+    def made(value):
+        return getattr(module, "tensor", module.asarray)([value], dtype=getattr(module, dtype))
+
+    for call in (
+        lambda offset: positions.arange(1, offset),
+        lambda offset: positions.draft([[-1]], offset),
+        lambda offset: positions.mrope([("text", 1)], offset=offset),
+    ):
+        assert int(call(made(most)).max()) == most
+        with pytest.raises(ValueError, match=f"offset must fit in {limit}.*, got {most + 6}"):
+            call(made(most + 6))
+
+
 @pytest.mark.parametrize("order", ["contiguous", "head_tail", "striped"])
 @pytest.mark.parametrize("bounds", [None, [0, 8, 8, 12, 24]])
 def test_the_rank_of_a_shard_may_be_traced(order, bounds):

@@ -46,14 +46,16 @@ class Place:
         kind = str(numbers.dtype).rpartition(".")[2]
         if not kind.startswith(("int", "uint")):
             raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
-        is_numpy = isinstance(numbers, np.ndarray)
-        values = numbers if is_numpy else self.in_memory(numbers) if kind == "uint64" else None
-        if values is not None and values.size:
-            self.check_size(name, int(values.max()))
-            self.check_size(name, int(values.min()))
-        if is_numpy:
-            numbers = self.converted(numbers.astype(np.int64))
-        return cast(numbers, self.dtype)
+        if isinstance(numbers, np.ndarray):
+            if numbers.size:
+                self.check_size(name, int(numbers.max()))
+                self.check_size(name, int(numbers.min()))
+            return cast(self.converted(numbers.astype(np.int64)), self.dtype)
+        signed = cast(numbers, self.dtype)
+        values = self.in_memory(signed) if kind.startswith("uint") else None
+        if values is not None and (values < 0).any():  # too large, and wrapped
+            self.check_size(name, int(values.view(f"u{values.itemsize}").max()))
+        return signed
 
     def converted(self, numbers: Numbers) -> Numbers:
         """Convert a NumPy array to this library and device."""
