@@ -64,6 +64,16 @@ def test_arange_refuses(arguments, message):
         positions.arange(*arguments)
 
 
+def test_an_empty_list_holds_whole_numbers():
+    """NumPy makes it float64."""
+    assert positions.arange(2, []).shape == (0, 2)
+    assert positions.draft([]).shape == (0,)
+    assert positions.draft([[], []]).shape == (2, 0)
+    assert positions.mrope([("text", 2)], offset=[]).shape == (0, 2, 3)
+    for result in (positions.arange(2, []), positions.draft([]), positions.draft([[]])):
+        assert result.dtype == np.int64
+
+
 def test_positions_end_with_the_last_of_int64():
     assert positions.arange(2, 2**63 - 2).tolist() == [2**63 - 2, 2**63 - 1]
     for call in (

@@ -40,7 +40,7 @@ class Place:
             self.check_size(name, value)
         if is_int and (is_torch or self.xp is np):
             return (self.arange(1) + value)[0]
-        numbers: Numbers = value if is_array(value) else np.asarray(value)  # type: ignore[assignment]
+        numbers: Any = value if is_array(value) else host().as_positions(value, np.empty(0))
         if is_torch and not is_array(value):
             numbers = self.converted(numbers)
         kind = str(numbers.dtype).rpartition(".")[2]
