@@ -74,6 +74,22 @@ def test_an_empty_list_holds_whole_numbers():
         assert result.dtype == np.int64
 
 
+@pytest.mark.parametrize("dtype", [">i4", ">u2", ">i8", ">u8"])
+@pytest.mark.parametrize("like", [None, torch.zeros(1)])
+def test_numbers_of_either_byte_order_are_taken(dtype, like):
+    def made(*values):
+        return np.array(values, dtype)
+
+    bounds = positions.packed(made(0, 2, 5), like=like)
+    starts = positions.arange(2, made(2, 5), like=like)
+    padded = positions.left_padded(made(0, 1, 1), like=like)
+    assert bounds.tolist() == [0, 1, 0, 1, 2]
+    assert starts.tolist() == [[2, 3], [5, 6]]
+    assert padded.tolist() == [0, 0, 1]
+    if "i" in dtype:
+        assert positions.draft(made(-1, 0), like=like).tolist() == [0, 1]
+
+
 def test_positions_end_with_the_last_of_int64():
     assert positions.arange(2, 2**63 - 2).tolist() == [2**63 - 2, 2**63 - 1]
     for call in (

@@ -43,7 +43,8 @@ class Place:
         numbers: Any = value if is_array(value) else host().as_positions(value, np.empty(0))
         if is_torch and not is_array(value):
             numbers = self.converted(numbers)
-        kind = str(numbers.dtype).rpartition(".")[2]
+        # NumPy writes the other byte order as ">i4"; its name is "int32"
+        kind = str(getattr(numbers.dtype, "name", numbers.dtype)).rpartition(".")[2]
         if not kind.startswith(("int", "uint")):
             raise ValueError(f"{name} must hold whole numbers, got dtype {kind}")
         if isinstance(numbers, np.ndarray):
