@@ -90,6 +90,25 @@ def test_numbers_of_either_byte_order_are_taken(dtype, like):
         assert positions.draft(made(-1, 0), like=like).tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda masked: positions.arange(2, masked),
+        positions.packed,
+        positions.left_padded,
+        lambda masked: positions.draft(masked - 1),
+        lambda masked: positions.draft([[-1]], masked),
+        lambda masked: positions.mrope([("text", 2)], offset=masked),
+        lambda masked: positions.shard(2, 0, 2, cu_seqlens=masked),
+        lambda masked: positions.tie([("text", 2)], like=masked),
+    ],
+)
+def test_a_masked_array_is_refused(call):
+    """Its mask was dropped; cos_sin refuses one."""
+    with pytest.raises(TypeError, match="a masked array; a mask would be lost: "):
+        call(np.ma.masked_array([0, 0, 2], [False, True, False]))
+
+
 def test_positions_end_with_the_last_of_int64():
     assert positions.arange(2, 2**63 - 2).tolist() == [2**63 - 2, 2**63 - 1]
     for call in (

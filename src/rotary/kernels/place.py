@@ -5,14 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from . import Array, Numbers, SomeKernel, host, is_symbolic, kernel_of
+from . import Array, Numbers, SomeKernel, hint_for, host, is_symbolic, kernel_of
 from .private import recorded_as
 
 
 class Place:
-    """The library and device of the first array of torch, JAX or MLX; NumPy if there is none."""
+    """The library and device of the first array of torch, JAX or MLX; NumPy if there is none.
+
+    Raises TypeError for a masked array, whose mask would be lost.
+    """
 
     def __init__(self, *candidates: object) -> None:
+        for each in candidates:
+            if isinstance(each, np.ma.MaskedArray):
+                raise TypeError(f"positions are not made of a masked array{hint_for(type(each))}")
         arrays = [each for each in candidates if is_array(each)]
         self.like: Numbers = arrays[0] if arrays else np.empty(0)  # type: ignore[assignment]
         self.kernel: SomeKernel = kernel_of(self.like) if arrays else host()
