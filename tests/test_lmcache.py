@@ -105,6 +105,18 @@ def test_only_the_rows_of_the_tokens_are_converted(host):
     assert key.tolist() == [[[3.0, 4.0]]]
 
 
+@pytest.mark.parametrize("row", [-1, ROWS])
+@pytest.mark.parametrize("is_old", [True, False])
+def test_a_position_that_is_no_row_of_the_table_is_refused(host, row, is_old):
+    """Of -1 it read the last row."""
+    positions = torch.tensor([row]), torch.tensor([2])
+    key, spec = torch.ones(1, 2, HEAD), SPECS["default"]
+    with pytest.raises(ValueError, match=f"positions run from {row} to {row}.* {ROWS} rows"):
+        host.ours.rotary_embedding_k_fused(
+            *positions[:: 1 if is_old else -1], key, HEAD, table(spec), True)  # fmt: skip
+    assert (key == 1).all()
+
+
 def test_uninstall_gives_everything_back(host):
     stock = dict(vars(host.ops)), host.rope.get_fused_rope, host.models.get_fused_rope
     host.ours.install(SPECS["yarn"])

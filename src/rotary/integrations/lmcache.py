@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ..configs import from_hf_config
+from ..kernels.numpy import check_rows
 from ..rerotate import rerotate
 from ..rotate import rotate
 from ..spec import Rotary
@@ -61,7 +62,8 @@ def rotary_embedding_k_fused(
 
     The move is one rotation, by the difference of the two angles of the table, so an attention
     factor in the table cancels. It is as exact as the table; `KeyMover` does not use the table.
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for shapes that do not fit, and for positions on the host that are no rows of
+    the table.
 
     >>> cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # row 1 is a quarter turn
     >>> key = torch.tensor([[[3.0, 4.0]]])
@@ -73,6 +75,9 @@ def rotary_embedding_k_fused(
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim > head_size:
         raise ValueError(f"cos_sin_cache has {rotary_dim} columns, more than head_size {head_size}")
+    for positions in (old_positions, new_positions):
+        if positions.device.type == "cpu":  # to read those of a GPU would wait for it
+            check_rows(positions, cos_sin_cache)
     table = cos_sin_cache.to(key.device)
     (old_cos, old_sin), (new_cos, new_sin) = (
         table[where].to(torch.float32).chunk(2, dim=-1) for where in (old_positions, new_positions)
