@@ -117,6 +117,13 @@ def test_a_position_that_is_no_row_of_the_table_is_refused(host, row, is_old):
     assert (key == 1).all()
 
 
+def test_no_tokens_stay_no_tokens(host):
+    none, spec = torch.zeros(0, dtype=torch.long), SPECS["default"]
+    assert host.ours.KeyMover(spec)(none, none, torch.zeros(0, 3 * HEAD)).shape == (0, 3 * HEAD)
+    key = torch.zeros(0, 3, HEAD)
+    host.ours.rotary_embedding_k_fused(none, none, key, HEAD, table(spec), True)
+
+
 def test_uninstall_gives_everything_back(host):
     stock = dict(vars(host.ops)), host.rope.get_fused_rope, host.models.get_fused_rope
     host.ours.install(SPECS["yarn"])

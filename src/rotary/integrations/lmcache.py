@@ -24,6 +24,7 @@ Tested with LMCache 0.5.6 and vLLM 0.32 on a CPU; tests/peers/in_lmcache.py repe
 
 import importlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -135,7 +136,8 @@ class KeyMover(NamedTuple):
     seq_len: int | None = None
 
     def __call__(self, old_positions: Tensor, new_positions: Tensor, k: Tensor) -> Tensor:
-        keys = k.view(k.shape[0], -1, self.spec.head_dim)
+        heads = math.prod(k.shape[1:]) // self.spec.head_dim  # torch infers none without tokens
+        keys = k.view(k.shape[0], heads, self.spec.head_dim)
         self._move(old_positions, new_positions, keys)
         return k
 
