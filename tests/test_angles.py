@@ -459,6 +459,12 @@ def test_a_row_of_negative_positions_has_the_length_0(library):
         assert_same(ours, wanted)
 
 
+def test_a_list_of_integers_beyond_int64_is_not_called_fractional():
+    """NumPy makes it float64."""
+    with pytest.raises(ValueError, match=r"positions must fit in int64, got 9\.22"):
+        rotary.cos_sin(SPEC, [2**63, 1])
+
+
 def test_integers_beyond_int64():
     with pytest.raises(ValueError, match=r"positions must fit in int64, got 9223372036854775808"):
         rotary.cos_sin(SPEC, np.array([2**63], np.uint64))

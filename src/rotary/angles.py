@@ -383,7 +383,7 @@ def check_range(kind: str, low: float | None, high: float | None, allow_negative
         raise ValueError(
             f"positions must be >= 0, got {low}; pass allow_negative=True to rotate backwards"
         )
-    if kind == "int" and high >= 2**63:
+    if high >= 2**63:  # a list of such numbers may have become float64
         raise ValueError(f"positions must fit in int64, got {high}")
     if kind != "int" and size > FRACTION_LIMIT:
         raise ValueError(
