@@ -277,6 +277,12 @@ def test_what_the_window_of_a_model_hides_is_not_kept(kind):
     assert gap(logits[-1][:, -1], fresh) < 2e-5
 
 
+def test_sizes_may_be_whole_numbers_of_numpy():
+    layer = SinkCache(model_of().config, sinks=np.uint8(2), window=np.int64(6)).layers[0]
+    assert (layer.sinks, layer.window) == (2, 6)
+    assert type(layer.sinks) is type(layer.window) is int
+
+
 def test_sizes_that_make_no_sense_are_refused():
     config = model_of().config
     for sizes, message in (

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, __version__
 
 from ..configs import choose, from_hf_config
 from ..rerotate import rerotate
-from ..spec import Rotary, check_whole
+from ..spec import Rotary, check_whole, unwrapped
 
 try:
     from transformers.cache_utils import Cache, DynamicLayer
@@ -65,6 +65,7 @@ class SinkCache(Cache):  # type: ignore[misc]
             raise TypeError(f"config must be the config of a model, model.config, got {kind}")
         text = config.get_text_config(decoder=True)
         spec = _spec_of(text)
+        sinks, window = unwrapped(sinks), unwrapped(window)
         check_whole("sinks", sinks, 0)
         check_whole("window", window)
         _check_window(text, sinks + window)
