@@ -433,6 +433,13 @@ def test_positions_of_another_kind(where):
         rotary.cos_sin(SPEC, where)
 
 
+def test_positions_of_4_bits_are_refused_with_the_types_that_are_taken():
+    for kind in (ml_dtypes.int4, ml_dtypes.uint4):
+        message = f"whole numbers of 8 to 64 bits, got {np.dtype(kind).name}"
+        with pytest.raises(TypeError, match=message):
+            rotary.cos_sin(SPEC, np.arange(4).astype(kind))
+
+
 @libraries
 @pytest.mark.parametrize(
     ("spec", "where", "message"),

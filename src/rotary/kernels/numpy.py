@@ -179,6 +179,8 @@ def inspect(positions: Array) -> tuple[str, float | None, float | None]:
         kind = "int"
     elif dtype in (np.float32, np.float64):
         kind = dtype.name
+    elif "int" in dtype.name:  # of JAX and ml_dtypes, such as int4
+        raise TypeError(f"positions must be whole numbers of 8 to 64 bits, got {dtype.name}")
     else:
         raise TypeError(
             f"positions must be whole numbers, or float64 if fractional, got {_described(dtype)}"
