@@ -25,7 +25,9 @@ class RotaryEmbedding(torch.nn.Module):
     seq_dim    axis of the tokens, default -2; give it if you pass positions and there can be as
                many tokens as heads, see `rotary.rotate`
 
-    `.to(bfloat16)`, `to_empty()`, autocast and state dicts do not touch its angles.
+    `.to(bfloat16)`, `to_empty()`, autocast and state dicts do not touch its angles. A whole module
+    or a spec in a file of `torch.save` is read by `torch.load(file, weights_only=True)` only within
+    `torch.serialization.safe_globals([Rotary, RotaryEmbedding])`.
 
     >>> RotaryEmbedding(Rotary(head_dim=64, base=5e5))
     RotaryEmbedding(Rotary(head_dim=64, base=500000.0))
