@@ -5,9 +5,10 @@ centred or stretched is float64. Offsets, packing, padding, images and video dif
 positions; the code that rotates does not know about them.
 
 Results are in the library and on the device of the torch, JAX or MLX array that is passed, or of
-`like`; otherwise they are NumPy arrays. JAX without x64 gives int32 and float32, MLX gives float32
-for float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes must be known,
-except those that torch.compile and torch.export leave open.
+`like`; otherwise they are NumPy arrays. With a `like` of JAX they are on its default device, and
+JAX moves them to that of the arrays they are used with. JAX without x64 gives int32 and float32,
+MLX gives float32 for float64. Arrays may be traced by jit, torch.compile and mx.compile, but sizes
+must be known, except those that torch.compile and torch.export leave open.
 Invalid numbers are errors, except on a GPU and in a traced call, where they are not checked.
 """
 
