@@ -331,8 +331,9 @@ def test_a_cache_inside_vmap_is_refused(is_compiled):
 
     mapped = torch.vmap(call)
     mapped = by_compile(mapped) if is_compiled else mapped
-    # Dynamo of torch 2.8 leaves the words out
-    with pytest.raises(Exception, match=r"cache= cannot be used inside vmap|Observed exception"):
+    is_old = is_compiled and torch.__version__.startswith("2.8")  # its Dynamo leaves the words out
+    words = "Observed exception" if is_old else "cache= cannot be used inside vmap"
+    with pytest.raises(Exception, match=words):
         mapped(KEY[None])
     assert not memory.any()
 
