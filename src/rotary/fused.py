@@ -10,7 +10,7 @@ from .kernels.stages import LatentCache as LatentCache
 from .kernels.stages import Norm as Norm
 from .kernels.stages import Stages, dtype_name
 from .rotate import options_of
-from .spec import Rotary
+from .spec import Rotary, check_spec
 
 K = TypeVar("K")  # an array of the library of `Array`, or None
 V = TypeVar("V")
@@ -112,8 +112,7 @@ def fused(
     """
     kernel = kernel_of(q)
     run = fused_of(kernel)
-    if not isinstance(spec, Rotary):
-        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    check_spec(spec, "spec")
     for name, array in (("k", k), ("v", v)):
         if array is not None and type(array) is not type(q) and not kernel.takes(array):
             raise TypeError(

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..angles import inv_freq
 from ..schedules import yarn_amplitude
-from ..spec import Rotary
+from ..spec import Rotary, check_spec
 from ..strict_json import JSON
 from .gguf import BETAS, STANDS_STILL, from_gguf, gguf_layer_types, model_of
 from .values import whole_number
@@ -31,8 +31,7 @@ def to_gguf(
     >>> to_gguf(Rotary(head_dim=64, base=1e6), "qwen2")["qwen2.rope.freq_base"]
     1000000.0
     """
-    if not isinstance(spec, Rotary):
-        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    check_spec(spec, "spec")
     model = model_of(architecture)
     key_length = "key_length_mla" if model.get("latent") else "key_length"
     keys: dict[str, JSON] = {

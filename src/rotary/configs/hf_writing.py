@@ -7,7 +7,7 @@ from itertools import islice
 
 from ..angles import inv_freq
 from ..schedules import depends_on_length, grown_base
-from ..spec import Rotary
+from ..spec import Rotary, check_spec
 from ..strict_json import JSON
 from ..words import brief
 from .entries import choose, layer_types, part_inside, part_key
@@ -35,8 +35,7 @@ def to_hf_config(
     >>> to_hf_config(Rotary(head_dim=64))
     {'head_dim': 64, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0}}
     """
-    if not isinstance(spec, Rotary):
-        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    check_spec(spec, "spec")
     if max_position_embeddings is not None:
         whole_number("max_position_embeddings", max_position_embeddings, 1)
     if version not in (4, 5):

@@ -37,7 +37,7 @@ from ..configs import from_hf_config
 from ..kernels.numpy import check_rows
 from ..rerotate import rerotate
 from ..rotate import rotate
-from ..spec import Rotary
+from ..spec import Rotary, check_spec
 
 NAME = "rotary_lmcache"
 CONFIG = "ROTARY_CONFIG"
@@ -210,8 +210,7 @@ def install(spec: Rotary, seq_len: int | None = None) -> None:
     Traceback (most recent call last):
     ValueError: a 'dynamic' spec needs seq_len=, the length that the server scales its keys for
     """
-    if not isinstance(spec, Rotary):
-        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    check_spec(spec, "spec")
     if spec.depends_on_length and seq_len is None:
         raise ValueError(
             f"a {spec.schedule!r} spec needs seq_len=, the length that the server scales its keys "

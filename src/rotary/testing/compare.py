@@ -22,7 +22,7 @@ from ..blackbox.probe import ROWS, UNITS, Box, Finding, grouped, overwriting, sa
 from ..identify import Identification, brief, callables, identify
 from ..kernels import Numbers as Array
 from ..layouts import pair_indices
-from ..spec import Rotary, check_whole
+from ..spec import Rotary, check_spec, check_whole
 from .faults import faults
 from .formula import rotated, tables
 from .golden import PER_POSITION
@@ -135,8 +135,7 @@ def check(
     base 10000, not 500000: the base of the config is not read
     """
     __tracebackhide__ = True
-    if not isinstance(spec, Rotary):
-        raise TypeError(f"spec must be a Rotary, got {type(spec).__qualname__}")
+    check_spec(spec, "spec")
     fns, kind = callables(fn, form, seq_dim, library, dtype)
     rules = _rules(spec, seq_len, max_position, tolerance, dtype, skip)
     spec = _of_tables(spec) if kind == "tables" else spec
