@@ -50,6 +50,13 @@ TESTS = {  # of each file; the examples in its docstrings are tests too
     ),
     "checkpoint/layers": ("checkpoint_plan",),
     "checkpoint/plan": ("checkpoint_plan", "checkpoint_names", "checkpoint_formats"),
+    "rotate": ("rotate_spec", "wrong_calls", "kernels", "few_tokens"),
+    "rerotate": ("rerotate", "moved_blocks", "wrong_calls"),
+    "reach": ("reach", "cli_context"),
+    "plan": ("plan", "cli_context"),
+    "kernels/geometry": ("geometry", "rotate_spec", "wrong_calls"),
+    "kernels/memory": ("kernels", "fused", "fused_torch", "moved_blocks", "torch_edges"),
+    "kernels/stages": ("fused", "fused_torch", "wrong_calls"),
 }
 LOADED = {  # what tests import, once here and not in every mutant
     "schedules": ("transformers.modeling_rope_utils", "transformers.models.llama.modeling_llama"),
@@ -184,10 +191,9 @@ class Judge:
         known = kept.with_suffix(".tests.json")
         if self.survivors or not known.exists():
             known.write_text(fork(functools.partial(self.recorded, session, module), 900))
-        tests = json.loads(known.read_text())
-        if isinstance(tests, str):
-            known.unlink()
-            raise pytest.UsageError(f"{tests} fails without a change")
+        tests, failing = json.loads(known.read_text())
+        for name in failing:
+            print(f"left out, it fails where the statements are counted: {name}", flush=True)
         verdicts = json.loads(kept.read_text()) if kept.exists() else {}
         every = []
 
@@ -220,12 +226,13 @@ class Judge:
 
     def recorded(
         self, session: pytest.Session, module: types.ModuleType
-    ) -> dict[str, tuple[float, list[int]]] | str:
-        """Test -> its seconds and the statements it executes, by line; or one that fails.
+    ) -> tuple[dict[str, tuple[float, list[int]]], list[str]]:
+        """Test -> its seconds and the statements it executes, by line; and the tests that fail.
 
-        Without the tests that start a process: it would have the file without the change.
+        Without the tests that start a process: it would have the file without the change. Those of
+        torch.compile fail, because Dynamo records no call of `__lines__.add`.
         """
-        tests, lines, started = {}, set(), []
+        tests, failing, lines, started = {}, [], set(), []
         sys.addaudithook(lambda event, _: event == "subprocess.Popen" and started.append(event))
         module.__lines__, code = lines, probed(self.path)
         for item in session.items:
@@ -234,10 +241,11 @@ class Judge:
             lines.clear()
             started.clear()
             if fails(session, [item]):
-                return item.nodeid
-            if not started:
+                failing.append(item.nodeid)
+                session.testsfailed = 0
+            elif not started:
                 tests[item.nodeid] = time.process_time() - begin, sorted(lines)
-        return tests
+        return tests, failing
 
 
 def probed(path: str) -> types.CodeType:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import layouts
 from ..words import brief
 from .private import is_recorded_by_torch
 
@@ -90,8 +89,6 @@ def geometry_of(
     """
     layout, out_layout, _, start, seq_dim, head_dim, conjugate = options
     out_layout = layout if out_layout is None else out_layout
-    layouts.check(layout)
-    layouts.check(out_layout, "out_layout")
     shape = shapes[0]
     axis = seq_axis(shape, seq_dim)
     others = [index for index in range(len(shape) - 1) if index != axis]
@@ -122,7 +119,7 @@ def geometry_of(
                 hint = "; for (..., seq, heads, head_dim) pass seq_dim=-3"
             elif rows is None and index == axis:
                 hint = "; pass positions to pick rows of a longer table"
-            elif rows == each[:1] and len(each) > 3:
+            elif rows == each[:1]:
                 hint = "; for one position per row of the batch pass positions[:, None]"
             elif rows is not None and len(rows) == 2 and rows[0] == each[axis]:
                 hint = f"; positions with {rows[1]} axes need a spec that has axes="
@@ -197,8 +194,7 @@ def _is_ambiguous(shapes: tuple[tuple[int, ...], ...]) -> bool:
         from torch.fx.experimental.symbolic_shapes import statically_known_true as is_known
     shape = shapes[0]
     return (
-        len(shape) > 2
-        and is_known(shape[-3] == shape[-2])
+        is_known(shape[-3] == shape[-2])
         and shape[-2] > 1
         and all(is_known(other[-3] == shape[-3]) for other in shapes[1:])
     )
