@@ -55,7 +55,7 @@ TESTS = {  # of each file; the examples in its docstrings are tests too
     "reach": ("reach", "cli_context"),
     "plan": ("plan", "cli_context"),
     "kernels/geometry": ("geometry", "rotate_spec", "wrong_calls"),
-    "kernels/memory": ("kernels", "fused", "fused_torch", "moved_blocks", "torch_edges"),
+    "kernels/memory": ("memory", "prepare"),
     "kernels/stages": ("fused", "fused_torch", "wrong_calls"),
 }
 LOADED = {  # what tests import, once here and not in every mutant
