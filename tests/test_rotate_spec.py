@@ -287,3 +287,69 @@ def test_conjugate_is_the_transpose_and_the_way_back(layouts, as_array):
     np.testing.assert_allclose(np.asarray(again), np.asarray(x), atol=1e-5)
     applied = rotary.apply(spec, rotary.apply(spec, x), conjugate=True)
     np.testing.assert_allclose(np.asarray(applied), np.asarray(x), atol=1e-5)
+
+
+BY_LENGTH = {
+    "dynamic": scaled("dynamic", 16, 2.0, 4),
+    "longrope": rotary.Rotary(
+        head_dim=16,
+        schedule="longrope",
+        params={
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 4,
+            "factor": 8.0,
+        },
+    ),
+}
+ARGUMENTS = [
+    {},
+    {"precision": "float32"},
+    {"seq_len": 64},
+    {"precision": "float32", "seq_len": 64, "conjugate": True},
+    {"conjugate": True},
+    {"seq_dim": -2, "seq_len": 64, "conjugate": True},
+]
+
+
+@pytest.mark.parametrize("name", [*SPECS, *BY_LENGTH])
+def test_apply_is_cos_sin_and_rotate(name, library):
+    """With each argument that they take, at positions that are given or not, also negative ones."""
+    spec = (SPECS | BY_LENGTH)[name]
+    (q, k), positions = arrays(spec, library)
+    counted = library(np.arange(6))
+    places = [(positions, False), (positions - 500, True)] + [(None, False)] * (spec.num_axes == 1)
+    for where, allow_negative in places:
+        for given in ARGUMENTS:
+            of_tables = {key: given[key] for key in ("precision", "seq_len") if key in given}
+            way = {key: given[key] for key in ("conjugate", "seq_dim") if key in given}
+            at = counted if where is None else where
+            tables = rotary.cos_sin(spec, at, **of_tables, allow_negative=allow_negative)
+            wanted = rotary.rotate((q, k), *tables, spec, **way)
+            got = rotary.apply(spec, q, k, positions=where, allow_negative=allow_negative, **given)
+            for one, other in zip(got, wanted, strict=True):
+                np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize(("layout", "out_layout"), [("half", None), ("interleaved", "half")])
+def test_conjugate_without_a_spec_negates_the_angles(layout, out_layout, library):
+    (q, _), positions = arrays(SPECS["half"], library)
+    cos, sin = rotary.cos_sin(SPECS["half"], positions)
+    way = {"layout": layout, "out_layout": out_layout}
+    back = rotary.rotate(q, cos, sin, **way, conjugate=True)
+    np.testing.assert_array_equal(np.asarray(back), np.asarray(rotary.rotate(q, cos, -sin, **way)))
+
+
+def test_positions_are_refused_with_as_many_axes_as_they_have(library):
+    plain, image = rotary.Rotary(head_dim=16), SPECS["two axes"]
+    (q, _), _ = arrays(plain, library)
+    for spec, shape, message in (
+        (plain, (1, 2, 6), r"q, \(batch, seq\); got .* q \(2, 4, 6, 16\); a 1-D spec has no axes$"),
+        (plain, (1, 1, 2, 6), r"q, \(batch, seq\); got .* q \(2, 4, 6, 16\)$"),
+        (image, (1, 2, 6, 2), r"\(seq, axes\) or, .* \(batch, seq, axes\); got .* 6, 16\)$"),
+        (image, (6,), r"positions must be \(\.\.\., seq, 2\) for 2 axes, got shape \(6,\)"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            rotary.apply(spec, q, positions=library(np.zeros(shape, np.int64)))
+    with pytest.raises(ValueError, match=r"\(batch, seq\); got shape \(2, 6\) for q \(4, 6, 16\)$"):
+        rotary.apply(plain, q[0], positions=library(np.zeros((2, 6), np.int64)))

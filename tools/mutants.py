@@ -50,7 +50,7 @@ TESTS = {  # of each file; the examples in its docstrings are tests too
     ),
     "checkpoint/layers": ("checkpoint_plan",),
     "checkpoint/plan": ("checkpoint_plan", "checkpoint_names", "checkpoint_formats"),
-    "rotate": ("rotate_spec", "wrong_calls", "kernels", "few_tokens"),
+    "rotate": ("rotate_spec", "wrong_calls", "few_tokens", "geometry"),
     "rerotate": ("rerotate", "moved_blocks", "wrong_calls"),
     "reach": ("reach", "cli_context"),
     "plan": ("plan", "cli_context"),
