@@ -475,6 +475,26 @@ def test_tables_that_change_with_the_length_without_saying_so_stay(kernel_calls)
         )
 
 
+def test_tables_that_ignore_the_number_of_positions_are_kept():
+    """OmniGen's module returns the tables of the first row of positions alone."""
+
+    class First(nn.Module):
+        def __init__(self, inv_freq):
+            super().__init__()
+            self.register_buffer("inv_freq", inv_freq)
+
+        def forward(self, x, position_ids):
+            angles = torch.outer(position_ids[0].float(), self.inv_freq).repeat(1, 2)
+            return angles.cos(), angles.sin()
+
+    model = new_model()
+    model.model.rotary_emb = First(model.model.rotary_emb.inv_freq)
+    with patch(model, exact=True) as patched:
+        assert patched.skipped == [
+            ("model.rotary_emb", "keeps its own tables: could not be tried"),
+        ]
+
+
 def test_a_model_on_the_meta_device_is_refused():
     with torch.device("meta"):
         model = new_model()
