@@ -102,14 +102,16 @@ def test_the_report_is_short_and_counts_layers():
         assert patched.patched[0] == ("model.layers.0.self_attn", "half")
 
 
-def test_a_part_without_its_tables_is_skipped_with_the_reason(kernel_calls):
-    layer = new_model().model.layers[0]
-    with patch(layer) as patched:
-        assert patched.patched == []
-        ((name, reason),) = patched.skipped
-        assert name == "self_attn"
-        assert "tables from a module that rotary does not know" in reason
-        assert "skipped  self_attn (1): apply_rotary_pos_emb gets" in str(patched)
+def test_a_part_without_its_tables_checks_them(kernel_calls):
+    model = new_model()
+    before = logits(model)
+    with patch(model.model.layers[0], exact=True) as patched:
+        assert str(patched).splitlines() == [
+            "patched  self_attn (1): half, checks its tables",
+            "skipped  self_attn (1): keeps its tables: rotary does not know what makes them",
+        ]
+        assert distance(logits(model), before) < 1e-5
+        assert len(kernel_calls) == 1
 
 
 def test_a_deep_copy_of_a_patched_model_is_patched_for_itself(kernel_calls):
@@ -392,15 +394,13 @@ class OldRotaryEmbedding(nn.Module):
         return self.inner[0](x, places)
 
 
-def test_nothing_is_replaced_where_tables_may_be_of_a_module_that_is_not_known():
+def test_no_table_is_exact_where_it_may_be_of_a_module_that_is_not_known():
     model = with_another_in_attention()
     kept = model.model.rotary_emb
     model.model.rotary_emb = OldRotaryEmbedding(kept)
     with patch(model, exact=True) as patched:
-        assert patched.patched == []
-        assert {reason for _, reason in patched.skipped} == {
-            "apply_rotary_pos_emb gets its tables from a module that rotary does not know"
-        }
+        assert {what for _, what in patched.patched} == {"half, checks its tables"}
+        assert [name for name, _ in patched.skipped] == EVERY
 
 
 def test_what_makes_and_reads_its_own_tables_hides_no_others():
@@ -416,7 +416,7 @@ def test_what_makes_and_reads_its_own_tables_hides_no_others():
 
     text = new_model()
     with patch(Audio(text), exact=True) as patched:
-        assert [path for path, _ in patched.skipped] == [""]
+        assert [path for path, _ in patched.skipped] == ["rotary"]
         assert ("text.model.rotary_emb", "exact tables") in patched.patched
         assert moved(text) < 1e-5
 

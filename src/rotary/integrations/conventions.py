@@ -14,7 +14,7 @@ from ..kernels.torch.fused_ready import by_views as fused_by_views
 from ..kernels.torch.gpu import by_views
 from ..rotate import options_of, rotate
 from ..spec import Rotary
-from .styles import half_views, prepared
+from .styles import TWICE, agrees_twice, half_views, prepared
 
 # parameters of diffusers and timm that choose one of several rotations, and all their values
 CHOICES: Mapping[str, tuple[object, ...]] = {
@@ -24,7 +24,9 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "half": (False, True),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_COUNTS = {"complex": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}  # tables of each style
+_DOUBLE = (torch.float64, torch.complex128)
+# tables of each style
+_COUNTS = {"complex": 1, "matrix": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}
 
 
 class Convention(NamedTuple):
@@ -43,6 +45,8 @@ class Convention(NamedTuple):
     promotes    the result has the wider dtype of x and table; else that of x
     by_config   the layout is that of the weights by the config, not that of the function
     has_prefix  tokens before those of the tables are not rotated
+    narrows     tables may be in float64 as well: the result has the dtype of x
+    is_checked  what tables of unknown origin hold twice is compared at each call
     """
 
     parameters: tuple[str, ...]
@@ -60,6 +64,8 @@ class Convention(NamedTuple):
     has_prefix: bool = False
     holder: str = "each"
     chosen: tuple[tuple[str, object], ...] = ()
+    narrows: bool = False
+    is_checked: bool = False
 
     def __str__(self) -> str:
         layout = self.layout
@@ -88,6 +94,29 @@ class _Keywords(TypedDict):
     conjugate: bool
 
 
+def of_tables(
+    conventions: tuple[Convention, ...], styles: set[str], *, may_check: bool
+) -> tuple[Convention, ...]:
+    """Return the conventions that fit the tables of a model; ValueError if there is none.
+
+    styles     of the tables; empty if it is not known who makes them
+    may_check  whether unknown tables may be compared at each call, and a call left to the model
+
+    Tables may hold each cos and sin twice, and we read only one of them. So the style of the
+    convention must be that of the tables, or be checked.
+    """
+    if all(each.style not in TWICE for each in conventions):
+        return conventions
+    if not styles and not may_check:
+        raise ValueError("gets its tables from a module that rotary does not know")
+    if not styles:
+        return tuple(each._replace(is_checked=each.style in TWICE) for each in conventions)
+    fitting = tuple(each for each in conventions if {each.style} == styles)
+    if not fitting:
+        raise ValueError("gets tables that may turn the two channels of a pair differently")
+    return fitting
+
+
 def rotate_by(
     convention: Convention, arguments: Mapping[str, Operand], norm: Norm | None = None
 ) -> Operand:
@@ -99,6 +128,8 @@ def rotate_by(
     if operands is None:
         return None
     xs, tables, axis = operands
+    if convention.is_checked and not agrees_twice(convention.style, tables):
+        return None
     rotated: Sequence[Tensor | None] | None = None
     try:
         if not convention.has_prefix:
@@ -168,6 +199,7 @@ def _operands(
         or xs[0].ndim < 2
         or xs[0].dtype not in _DTYPES
         or xs[0].dtype != xs[-1].dtype
+        or (not convention.narrows and any([table.dtype in _DOUBLE for table in tables]))
     ):
         return None
     if convention.promotes and tables[0].dtype == torch.float32:
@@ -183,6 +215,8 @@ def _views(
     slices: _Slices,
 ) -> tuple[Tensor, Tensor, Options] | None:
     """Return cos and sin in the memory of `tables`, and the options to rotate by them."""
+    if any([table.dtype in _DOUBLE for table in tables]):
+        return None
     halves = half_views(style, tables, axis, xs[0].ndim)
     keywords = None if halves is None else _keywords(xs[0], halves[0], slices)
     return None if halves is None or keywords is None else (*halves, options_of(None, **keywords))

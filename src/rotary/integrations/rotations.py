@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from .styles import REFUSALS, as_argument, full_width
 TOLERANCE = 4e-6  # a few float32 roundings of values below 8
 _LAYOUTS = ("half", "interleaved")
 _PAIRS = (("cos", "sin"), ("freqs_cos", "freqs_sin"), ("cos_emb", "sin_emb"))
-_SINGLE = re.compile(r"freqs_ci|emb$")  # one parameter that holds both
+_SINGLE = re.compile(r"freqs|rope|(rotary_)?emb$")  # one parameter that holds both
 
 _BATCH, _SEQ, _HEAD_DIM = 2, 5, 16
 
@@ -82,7 +83,7 @@ def convention_of(
     wide = [(style, "each") for style in ("half", "first", "halves", "repeat")]
     if len(tables) == 1:
         wide = [(style, how) for how in ("tuple", "joined") for style in ("halves", "repeat")]
-        wide = [("complex", "each"), *wide]
+        wide = [("complex", "each"), ("matrix", "each"), *wide]
     trials = _trials("unsqueeze_dim" in defaults)
     for (style, holder), trial in itertools.product(wide, trials):
         for layouts_and_sign in itertools.product(_LAYOUTS, _LAYOUTS, (False, True)):
@@ -171,6 +172,7 @@ class _Trial(NamedTuple):
 
 _HEADS_FIRST = ((_BATCH, 3, _SEQ), (_BATCH, 2, _SEQ))
 _HEADS_LAST = ((_BATCH, _SEQ, 3), (_BATCH, _SEQ, 2))
+_NO_HEADS = ((_BATCH, _SEQ),) * 2  # all heads in one row, and tables as wide
 
 
 def _trials(has_unsqueeze_dim: bool) -> list[_Trial]:
@@ -183,6 +185,7 @@ def _trials(has_unsqueeze_dim: bool) -> list[_Trial]:
         _Trial(None, _HEADS_FIRST, (_SEQ,)),
         _Trial(-2, _HEADS_LAST, (_SEQ,)),
         _Trial(None, _HEADS_LAST, (1, _SEQ, 1)),
+        _Trial(None, _NO_HEADS, (_BATCH, _SEQ)),
     ]
 
 
@@ -194,7 +197,8 @@ def _agrees(
     Raises ValueError if `function` writes to q or k: its caller may read the result there.
     """
     arguments = _random(convention, trial, rotary_dim)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of complex tables that a function makes real
         ours = rotate_by(convention, arguments)
         try:
             theirs = None if ours is None else function(**arguments)
@@ -231,6 +235,9 @@ def _random(convention: Convention, trial: _Trial, rotary_dim: int) -> dict[str,
     if convention.style == "first":
         unread = torch.randn(angles.shape, generator=random)
         tables = tuple(torch.cat((table, unread), dim=-1) for table in tables)
+    if convention.narrows:
+        tables = tuple(table.to(torch.complex128 if table.is_complex() else torch.float64)
+                       for table in tables)  # fmt: skip
     more = dict(convention.chosen)
     if trial.unsqueeze_dim is not None:
         more["unsqueeze_dim"] = trial.unsqueeze_dim
@@ -256,7 +263,10 @@ def _completed(
         after = convention._replace(has_prefix=True)
         if _agrees(function, after, trial._replace(table=(_SEQ - 2,)), _HEAD_DIM):
             convention = after
-    arguments = _random(convention, trial, _HEAD_DIM)
+    in_float64 = convention._replace(narrows=True)
+    if _agrees(function, in_float64, trial, _HEAD_DIM):
+        convention = in_float64
+    arguments = _random(convention._replace(narrows=False), trial, _HEAD_DIM)
     for name in convention.parameters[: convention.operands]:
         arguments[name] = arguments[name].bfloat16()
     with torch.no_grad():

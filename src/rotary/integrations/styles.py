@@ -5,21 +5,25 @@
 "repeat"   each column twice, side by side
 "first"    the columns of all pairs, then as many unused columns
 "complex"  one complex table, cos + i sin
+"matrix"   one table of matrices [[cos, -sin], [sin, cos]], of shape (..., pairs, 2, 2)
 
-A single real tensor holds sin and then cos along the last axis, as in timm.
+Any other single tensor holds sin and then cos along the last axis, as in timm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.torch.private import version_of
-from ..kernels.torch.state import has_memory, is_capturing
+from ..kernels.torch.state import has_memory, is_capturing, is_recording
 
 # what other libraries raise for arguments of a wrong shape or type
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-_CACHED = "_rotary_prepared"  # attribute of a table: the results of `prepared`
+TWICE = ("halves", "repeat", "matrix")  # these hold each cos and sin twice; one of them is read
+_CACHED = "_rotary_prepared"  # attribute of a table: the results of `prepared` and `agrees_twice`
+Result = TypeVar("Result")
 Halves = tuple[Tensor, Tensor] | None  # cos and sin with a column for each pair
 
 
@@ -71,11 +75,15 @@ def half_views(style: str, tables: Sequence[Tensor], axis: int | None, ndim: int
         return None
     if style == "complex":
         cos, sin = tables[0].real, tables[0].imag
+    elif style == "matrix":
+        if tables[0].shape[-2:] != (2, 2):
+            return None
+        cos, sin = tables[0][..., 0, 0], tables[0][..., 1, 0]
     elif len(tables) == 1:
         sin, cos = tables[0].chunk(2, dim=-1)
     else:
         cos, sin = tables
-    if cos.shape != sin.shape or cos.ndim == 0 or cos.dtype == torch.float64:
+    if cos.shape != sin.shape or cos.ndim == 0:
         return None
     width = cos.shape[-1]
     columns = slice(None)
@@ -118,20 +126,57 @@ def prepared(
         torch.compiler.is_compiling()
         or first.requires_grad
         or last.requires_grad
-        or first.is_inference()
-        or last.is_inference()
         or is_capturing(first)
     ):
         return _after_prefix(tables, *key)
+    return _once(tables, _after_prefix, key)
+
+
+def agrees_twice(style: str, tables: Sequence[Tensor]) -> bool:
+    """Return whether what these tables hold twice is equal: then reading one of the two is enough.
+
+    Computed once for all layers of a forward. False where the values cannot be read or may change:
+    in a compiler, a trace or a CUDA graph, and for tables that are learned.
+
+    >>> agrees_twice("repeat", [torch.tensor([1.0, 1.0, 2.0, 2.5])] * 2)
+    False
+    """
+    if style not in TWICE:
+        return True
+    if is_recording() or not all(map(has_memory, tables)):
+        return False
+    if is_capturing(tables[0]) or any([table.requires_grad for table in tables]):
+        return False
+    return _once(tables, _agrees_twice, (style,))
+
+
+def _agrees_twice(tables: Sequence[Tensor], style: str) -> bool:
+    halves = half_views(style, tables, None, None)
+    if halves is None:
+        return False
+    if style != "matrix" and len(tables) == 1:
+        tables = tables[0].chunk(2, dim=-1)[::-1]
+    return all(map(torch.equal, full_width(style, *halves), tables))
+
+
+def _once(
+    tables: Sequence[Tensor], compute: Callable[..., Result], key: tuple[object, ...]
+) -> Result:
+    """Return compute(tables, *key), computed once if torch counts every write to the tables."""
+    first, last = tables[0], tables[-1]
+    if first.is_inference() or last.is_inference():
+        return compute(tables, *key)
     other = None if last is first else last  # a table must not refer to itself
-    cached: dict[object, tuple[Tensor | None, object, Halves]] = vars(first).get(_CACHED, {})
-    kept = cached.get(key)
+    cached = vars(first).get(_CACHED, {})
+    kept = cached.get((compute, key))
     if kept is not None and kept[0] is other and kept[1] == _versions(first, last):
-        return kept[2]
-    halves = _after_prefix(tables, *key)
+        found: Result = kept[2]
+        return found
+    result = compute(tables, *key)
     if all(map(has_memory, tables)):
-        vars(first)[_CACHED] = {**cached, key: (other, _versions(first, last), halves)}
-    return halves
+        entry = other, _versions(first, last), result
+        vars(first)[_CACHED] = {**cached, (compute, key): entry}
+    return result
 
 
 def _versions(first: Tensor, last: Tensor) -> tuple[object, ...]:
@@ -158,6 +203,8 @@ def full_width(style: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """
     if style == "complex":
         return (torch.complex(cos, sin),)
+    if style == "matrix":
+        return (torch.stack((cos, -sin, sin, cos), dim=-1).reshape(*cos.shape, 2, 2),)
     if style == "halves":
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
     if style == "repeat":

@@ -29,7 +29,7 @@ from torch import nn
 from ..checkpoint.layout import disagreement, marked_layout, seen_in_model
 from ..checkpoint.names import LEFT, classify
 from . import tables
-from .conventions import Convention
+from .conventions import Convention, of_tables
 from .methods import (
     attribute_of,
     copy_calling,
@@ -206,9 +206,11 @@ class _Caller(NamedTuple):
     moved: MovedNorms | None
 
     def __str__(self) -> str:
-        layouts = {str(each) for conventions in self.conventions.values() for each in conventions}
+        every = sum(self.conventions.values(), ())
+        layouts = {str(each) for each in every}
+        checked = ", checks its tables" if any(each.is_checked for each in every) else ""
         norms = f", with {' and '.join(self.moved.norms)}" if self.moved else ""
-        return " and ".join(sorted(layouts)) + norms
+        return " and ".join(sorted(layouts)) + norms + checked
 
     def patched(self, *, is_exact: bool) -> FunctionType:
         """Return a copy of the method that calls our functions, and add these to its file."""
@@ -216,6 +218,7 @@ class _Caller(NamedTuple):
         for function, conventions in self.conventions.items():
             files = [file for file, called in rotations_called(self.method) if called is function]
             kind = "exact_" if is_exact else ""
+            kind += "checked_" if any(each.is_checked for each in conventions) else ""
             kind += f"{conventions[0].style}_" if conventions[0].chosen else ""
             kind += f"{conventions[0].layout}_" if conventions[0].by_config else ""
             plain = f"_rotary_{kind}{_name_of(function)}"
@@ -261,7 +264,7 @@ def _callers(
                     found = conventions_of(function)
                     if obstacle is not None:
                         raise ValueError(obstacle)
-                    found = _of_these_tables(found, made)
+                    found = of_tables(found, made, may_check=layout is None)
                     attribute_of(module, name, method)
                     copy_calling(method, ((function, "_"),))  # raises if it cannot be copied
                 except ValueError as error:
@@ -332,24 +335,6 @@ def _layouts_by_config(model: nn.Module) -> dict[str, str | None]:
     return layouts
 
 
-def _of_these_tables(
-    conventions: tuple[Convention, ...], styles: set[str]
-) -> tuple[Convention, ...]:
-    """Return the conventions that fit the model's tables; ValueError if there is none.
-
-    In a table with two columns per pair, we read only one of them. So the style of the convention
-    must be that of the tables.
-    """
-    if all(each.style not in ("halves", "repeat") for each in conventions):
-        return conventions
-    if not styles:
-        raise ValueError("gets its tables from a module that rotary does not know")
-    fitting = tuple(each for each in conventions if {each.style} == styles)
-    if not fitting:
-        raise ValueError("gets tables that may turn the two channels of a pair differently")
-    return fitting
-
-
 def _exact_forwards(
     model: nn.Module,
     callers: list[_Caller],
@@ -363,7 +348,8 @@ def _exact_forwards(
     forwards: dict[str, Callable[..., object]] = {}
     embeddings = tables.embeddings(model)
     read_by_skipped = {each for path, _ in skipped for each in readable[path]}
-    skipped += [(c.path, "makes its own tables") for c in callers if not c.embeddings]
+    unknown = "keeps its tables: rotary does not know what makes them"
+    skipped += [(caller.path, unknown) for caller in callers if not caller.embeddings]
     for names in _joined(caller.embeddings for caller in callers if caller.embeddings):
         made, reasons = {}, {}
         for name, module in embeddings.items():
