@@ -101,6 +101,92 @@ def wan():
     return scaled(model), run
 
 
+def qwen_image():
+    """Tables of complex numbers, two for image and text, from a module that needs their sizes."""
+    from diffusers import QwenImageTransformer2DModel
+
+    model = QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=3, joint_attention_dim=16, axes_dims_rope=(8, 4, 4),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": random(1, 24, 16), "encoder_hidden_states": random(1, 5, 16),
+        "encoder_hidden_states_mask": torch.ones(1, 5, dtype=torch.long),
+        "timestep": torch.tensor([0.5]), "img_shapes": [(1, 4, 6)],
+    }  # fmt: skip
+    return scaled(model), lambda model: model(**inputs).sample
+
+
+def lumina2():
+    """Tables of complex numbers in float64; one key for three queries."""
+    from diffusers import Lumina2Transformer2DModel
+
+    model = Lumina2Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=4, hidden_size=24, num_layers=2,
+        num_refiner_layers=1, num_attention_heads=3, num_kv_heads=1, multiple_of=2,
+        axes_dim_rope=(4, 2, 2), axes_lens=(64, 64, 64), cap_feat_dim=16,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": random(1, 4, 8, 12), "encoder_hidden_states": random(1, 5, 16),
+        "timestep": torch.tensor([0.5]),
+        "encoder_attention_mask": torch.ones(1, 5, dtype=torch.bool),
+    }  # fmt: skip
+    return scaled(model), lambda model: model(**inputs).sample
+
+
+def cogvideox():
+    """Its pipeline makes the tables."""
+    from diffusers import CogVideoXTransformer3DModel
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    model = CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4,
+        time_embed_dim=8, text_embed_dim=8, num_layers=2, sample_width=12, sample_height=8,
+        sample_frames=9, max_text_seq_length=5, use_rotary_positional_embeddings=True,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": random(1, 3, 4, 8, 12), "encoder_hidden_states": random(1, 5, 8),
+        "timestep": torch.tensor([3]),
+        "image_rotary_emb": get_3d_rotary_pos_embed(
+            16, None, (4, 6), 3, grid_type="slice", max_size=(4, 6)),
+    }  # fmt: skip
+    return scaled(model), lambda model: model(**inputs).sample
+
+
+def hidream():
+    """Tables of rotation matrices."""
+    from diffusers import HiDreamImageTransformer2DModel
+
+    model = HiDreamImageTransformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1,
+        attention_head_dim=8, num_attention_heads=4, caption_channels=[8, 4], text_emb_dim=8,
+        num_routed_experts=2, num_activated_experts=2, axes_dims_rope=(4, 2, 2),
+        max_resolution=(16, 16), llama_layers=(0, 1), force_inference_output=True,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": random(1, 4, 16, 16), "encoder_hidden_states_t5": random(1, 5, 8),
+        "encoder_hidden_states_llama3": random(2, 1, 5, 4), "pooled_embeds": random(1, 8),
+        "timesteps": torch.tensor([3]),
+    }  # fmt: skip
+    return scaled(model), lambda model: model(**inputs).sample
+
+
+def ltx():
+    """Rotates one row with the channels of all heads."""
+    from diffusers import LTXVideoTransformer3DModel
+
+    model = LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16,
+        cross_attention_dim=32, num_layers=2, caption_channels=16,
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": random(1, 48, 4), "encoder_hidden_states": random(1, 5, 16),
+        "timestep": torch.tensor([3]), "num_frames": 2, "height": 4, "width": 6,
+        "encoder_attention_mask": torch.ones(1, 5, dtype=torch.bool),
+    }  # fmt: skip
+    return scaled(model), lambda model: model(**inputs).sample
+
+
 def dinov3():
     """Of transformers, with a class token and 4 registers that are not rotated."""
     from transformers import DINOv3ViTConfig, DINOv3ViTModel
@@ -135,6 +221,7 @@ def _eva(**kind):
     return scaled(model), lambda model: model(x)
 
 
+UNKNOWN = "keeps its tables: rotary does not know what makes them"
 # model -> what `patch(exact=True)` says of it
 REPORTS = {
     flux: """\
@@ -153,6 +240,30 @@ patched  rope (1): exact tables""",
 patched  blocks.*.attn1.processor (2): interleaved
 patched  blocks.*.attn2.processor (2): interleaved
 patched  rope (1): exact tables""",
+    qwen_image: """\
+patched  transformer_blocks.*.attn.processor (2): half and interleaved, checks its tables
+skipped  pos_embed (1): keeps its own tables: could not be tried""",
+    lumina2: f"""\
+patched  noise_refiner.*.attn.processor (1): half and interleaved, checks its tables
+patched  context_refiner.*.attn.processor (1): half and interleaved, checks its tables
+patched  layers.*.attn.processor (2): half and interleaved, checks its tables
+skipped  rope_embedder (1): get_1d_rotary_pos_embed takes (dim, pos, theta, use_real, \
+linear_factor, ntk_factor, repeat_interleave_real, freqs_dtype), not x or q, k and then cos, sin
+skipped  noise_refiner.*.attn.processor (1): {UNKNOWN}
+skipped  context_refiner.*.attn.processor (1): {UNKNOWN}
+skipped  layers.*.attn.processor (2): {UNKNOWN}""",
+    cogvideox: f"""\
+patched  transformer_blocks.*.attn1.processor (2): half and interleaved, checks its tables
+skipped  transformer_blocks.*.attn1.processor (2): {UNKNOWN}""",
+    hidream: f"""\
+patched  double_stream_blocks.*.block.attn1.processor (1): interleaved, checks its tables
+patched  single_stream_blocks.*.block.attn1.processor (1): interleaved, checks its tables
+skipped  double_stream_blocks.*.block.attn1.processor (1): {UNKNOWN}
+skipped  single_stream_blocks.*.block.attn1.processor (1): {UNKNOWN}""",
+    ltx: """\
+patched  transformer_blocks.*.attn1.processor (2): interleaved, checks its tables
+patched  transformer_blocks.*.attn2.processor (2): interleaved, checks its tables
+skipped  rope (1): keeps its own tables: could not be tried""",
     dinov3: """\
 patched  model.layer.*.attention (2): half
 patched  rope_embeddings (1): exact tables""",

@@ -29,6 +29,10 @@ def needs(package, *models):
 DIFFUSERS = needs(
     "diffusers", image_models.flux, image_models.wan, image_models.flux2, image_models.hunyuan_video
 )
+OWN_TABLES = needs(
+    "diffusers", image_models.qwen_image, image_models.lumina2, image_models.cogvideox,
+    image_models.hidream, image_models.ltx,
+)  # fmt: skip
 TIMM = needs("timm", image_models.timm_dinov3, image_models.timm_eva)
 
 
@@ -40,6 +44,12 @@ if importlib.util.find_spec("torchvision") is not None:
 def test_a_patched_model_gives_the_same_and_says_what_was_replaced(make, kernel_calls):
     image_models.check(make)
     assert len(kernel_calls) in (4, 8)  # for each layer: q with k, or one and then the other
+
+
+@pytest.mark.parametrize("make", OWN_TABLES)
+def test_a_model_whose_tables_are_not_known_gives_the_same(make, kernel_calls):
+    image_models.check(make)
+    assert len(kernel_calls) >= 4
 
 
 @pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS])
@@ -58,7 +68,7 @@ def test_a_copy_is_patched_and_what_was_pickled_is_not(make, kernel_calls):
         assert torch.equal(run(other), before)
 
 
-@pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS])
+@pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS, *OWN_TABLES])
 def test_gradients_are_those_of_the_model(make):
     model, run = make()
 
