@@ -50,7 +50,8 @@ class Patch:
 
     patched  (name of the module, layout of its rotation, or "exact tables"); with "as the config
              says" if the model's own code has another layout than the weights; with "with q_norm
-             and k_norm" if these norms may be computed in the same pass
+             and k_norm" if these norms may be computed in the same pass; with "checks its tables"
+             if it is not known what makes them
     skipped  (name of the module, why it was not changed)
 
     >>> Patch(nn.Linear(2, 2), [("layers.0.attn", "half"), ("layers.1.attn", "half")], []).patched
@@ -98,6 +99,12 @@ def patch(model: nn.Module, *, exact: bool = False) -> Patch:
     Each such function is called on random tensors, and is replaced only if `rotary.rotate` gives
     the same numbers within float32 rounding. The others are not changed; `.skipped` lists them with
     the reason.
+
+    Most tables hold each cos and sin twice, once for each channel of a pair, and we read one of
+    them. If the model does not show what makes its tables, they are compared at each call, and
+    where they differ the model's own function is called; `.patched` says "checks its tables". It
+    is called too if the tables are learned, while torch compiles, and while a CUDA graph is
+    captured.
 
     exact=False  the model's own tables, converted to float32. Logits are equal up to rounding; in
                  bfloat16 q and k are rounded only once.
