@@ -1,5 +1,6 @@
 """The views that move and those that advise: their numbers, without a browser."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import rotary
 from rotary.analysis import extension
 from rotary.analysis.extension import option_rows
+from rotary.analysis.spectrum import yarn_band
 from rotary.explorer import page, views
+from rotary.explorer.figures import Band
 from rotary.explorer.models import PASTED, published
 from rotary.explorer.side import FieldError, Side, look
 from rotary.explorer.state import State, to_fields
@@ -78,7 +81,9 @@ def test_the_scaling_of_a_model_stands_beside_the_methods():
         "Choose a context longer than the training to see what scaling does."
     )
     still = views.methods(look(Side(model="gemma-4-31b, full_attention"), 2**19))
-    assert "do not stretch the schedule 'proportional'" in still.words
+    assert "do not scale RoPE of type 'proportional'" in still.words
+    short = views.methods(look(Side(model="gemma-4-31b, full_attention"), 4096))
+    assert "Choose a context" not in short.words  # no context makes a method scale it
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "gemma-4-e4b, full_attention"])
@@ -86,8 +91,41 @@ def test_no_scaling_is_shown_at_any_length_for_every_model(name):
     model = published(name)
     for context in (model.trained, model.trained + 1, 2 * model.trained):
         assert look(Side(model=name, method="none"), context).spec == model.spec
-    with pytest.raises(ValueError, match="methods stretch the spec that was trained"):
+    with pytest.raises(FieldError, match="no method scales a RoPE of"):
         look(Side(model=name, method="yarn"), 2 * model.trained)
+
+
+PIXTRAL = Side(model=PASTED, config='{"model_type": "pixtral"}', trained=4096)
+
+
+@pytest.mark.parametrize(
+    ("side", "own"), [(Side(model="gemma-4-31b, full_attention"), "proportional"),
+                      (PIXTRAL, "axial")]
+)  # fmt: skip
+def test_no_band_of_yarn_is_shown_for_a_rope_that_yarn_does_not_scale(side, own):
+    found = views.scaling(look(side, 4096))
+    assert found.figure.band is None
+    assert f"Nothing is scaled here. YaRN does not scale RoPE of type '{own}'." in found.words
+
+
+@pytest.mark.parametrize(
+    ("model", "turns"), [("kimi-k2", 1.0), ("laguna-xs.2, full_attention", 64.0)]
+)
+def test_the_band_is_the_one_in_which_the_yarn_of_the_model_blends(model, turns):
+    found = views.scaling(look(Side(model=model), 131_072))
+    spec = published(model).spec
+    first, last = yarn_band(dataclasses.replace(spec, schedule="default", params={}), 4096, turns)
+    assert found.figure.band == Band(first, last, "YaRN blends here")
+    ratio = found.columns["speed_ratio"]
+    np.testing.assert_allclose(ratio[: int(first) + 1], 1)
+    np.testing.assert_allclose(ratio[int(last) + 1 :], 1 / 32)
+    assert f"({turns:g} turn" in found.words
+
+
+def test_the_band_of_another_method_is_one_where_yarn_would_blend():
+    found = views.scaling(look(Side(model="llama-3.1-8b"), 131_072))
+    assert found.figure.band.label == "YaRN would blend here"
+    assert "YaRN would keep pairs before 18.1 (32 turns) and interpolate those" in found.words
 
 
 def test_reach_is_that_of_the_library():

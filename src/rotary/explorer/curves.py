@@ -13,7 +13,7 @@ from ..kernels import Numbers
 from ..spec import Rotary
 from ..words import counted
 from .figures import Axis, Band, Curve, Figure, Line, Picture, Point, Row
-from .side import Look
+from .side import Look, is_stretchable
 
 POINTS = 1024  # points of a curve: enough for a screen, and quick to send
 EXHAUSTIVE = 2**23  # pairs times distances up to which every distance is computed
@@ -145,22 +145,12 @@ def scaling(look: Look) -> Picture:
     """Draw how much the scaling slowed each pair down, with the band in which YaRN blends."""
     (now, factor), before = inv_freq(look.spec, look.context), inv_freq(look.plain)[0]
     ratio = np.abs(np.divide(now, before, out=np.ones_like(now), where=before != 0))
-    words = f"The fastest pair keeps {ratio[0]:.4g} of its speed and the slowest {ratio[-1]:.4g}. "
-    band = None
-    if len(ratio) > 1 and look.plain.base > 1:  # else no pair is faster than another
-        count = len(ratio)
-        first, last = np.clip(spectrum.yarn_band(look.plain, look.trained), 0, count).tolist()
-        words += (
-            f"With {look.trained:,} trained tokens YaRN keeps pairs before {first:.1f} (32 turns) "
-            f"and interpolates those after {last:.1f} (1 turn), of {count}. "
-        )
-        band = Band(min(first, count - 1), min(last, count - 1), "YaRN blends here")
-    words += f"Scores are multiplied by {factor**2:.4g}."
+    said, band = _yarn_band(look)
+    words = f"The fastest pair keeps {ratio[0]:.4g} of its speed and the slowest {ratio[-1]:.4g}."
     if (ratio == 1).all():
-        words = (
-            "Nothing is scaled here: choose a method, and a context longer than the training. "
-            + words
-        )
+        choose = ": choose a method, and a context longer than the training"
+        words = f"Nothing is scaled here{choose if is_stretchable(look.plain) else ''}."
+    words += f" {said}Scores are multiplied by {factor**2:.4g}."
     columns = {
         "pair": np.arange(len(ratio)),
         "speed_ratio": ratio,
@@ -174,6 +164,30 @@ def scaling(look: Look) -> Picture:
         band=band,
     )
     return Picture(columns, words, figure)
+
+
+def _yarn_band(look: Look) -> tuple[str, Band | None]:
+    """Return the pairs that YaRN blends, in words and as a band; None where it has no place.
+
+    Of a RoPE that YaRN scales these are its own pairs, of others those that it would blend.
+    """
+    count = look.spec.rotary_dim // 2
+    if look.plain.schedule != "default":
+        return f"YaRN does not scale RoPE of type {look.plain.schedule!r}. ", None
+    if count == 1 or look.plain.base == 1:  # no pair is faster than another
+        return "", None
+    own = look.spec.params if look.spec.schedule == "yarn" else {}
+    trained = own.get("original_max_position_embeddings", look.trained)
+    turns = own.get("beta_fast", 32.0), own.get("beta_slow", 1.0)
+    first, last = np.clip(spectrum.yarn_band(look.plain, trained, *turns), 0, count).tolist()
+    fast, slow = (f"{each:g} turn" + "s" * (each != 1) for each in turns)
+    words = (
+        f"With {counted(trained, 'trained token')} YaRN {'keeps' if own else 'would keep'} pairs "
+        f"before {first:.1f} ({fast}) and {'interpolates' if own else 'interpolate'} those after "
+        f"{last:.1f} ({slow}), of {count}. "
+    )
+    label = f"YaRN {'blends' if own else 'would blend'} here"
+    return words, Band(min(first, count - 1), min(last, count - 1), label)
 
 
 def coverage(look: Look) -> Picture:

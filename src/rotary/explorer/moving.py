@@ -118,10 +118,10 @@ def methods(look: Look) -> Picture:
         f"{look.trained:,} tokens of training; a thick red hand is at an angle it never showed. "
         f"Pairs that meet such angles up to {last:,} tokens: {listed}, of {len(before)}."
     )
-    if look.context <= look.trained:
+    if look.plain.schedule != "default":
+        words += f" The published methods do not scale RoPE of type {look.plain.schedule!r}."
+    elif look.context <= look.trained:
         words += " Choose a context longer than the training to see what scaling does."
-    elif len(ways) < len(METHODS):
-        words += f" The published methods do not stretch the schedule {look.plain.schedule!r}."
     turning = tuple((look.spec.sign * before).tolist())
     moving = Stretch(turning, tuple(seen.tolist()), tuple(stretched), last - 1)
     return Picture(columns, words, Figure(Axis("pair"), Axis(""), moving=moving))

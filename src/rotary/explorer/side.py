@@ -143,8 +143,18 @@ def look(side: Side, context: int) -> Look:
         spec, before = plain, plain
         if context > trained and side.method != "none":
             check_scaling(plain, trained)
+            if not is_stretchable(plain):
+                own = f"{plain.num_axes} axes" if plain.num_axes > 1 else f"type {plain.schedule!r}"
+                raise FieldError(
+                    "method", f"no method scales a RoPE of {own}; choose {AS_MADE!r} or 'none'"
+                )
             spec = extension.methods(plain, trained, context)[side.method]
     return Look(spec, plain, before, trained, context, advertised, side)
+
+
+def is_stretchable(plain: Rotary) -> bool:
+    """Whether the methods of the page can scale this RoPE."""
+    return plain.schedule == "default" and plain.num_axes == 1
 
 
 def check_scaling(plain: Rotary, trained: int) -> None:
