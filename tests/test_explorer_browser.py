@@ -567,6 +567,22 @@ def test_a_curve_that_is_flat_up_to_rounding_is_drawn_at_once(show, query):
     expect(page.locator("#plot-a .tip text").first).to_have_text("distance 0")
 
 
+@pytest.mark.parametrize(
+    ("query", "dots"), [("view=decay&a.trained=1&context=1", 1), ("view=coverage&a.head_dim=2", 2)]
+)
+def test_a_curve_of_one_point_is_a_dot_over_an_axis_of_whole_numbers(show, query, dots):
+    page = show(f"?a.model=llama-2-7b&{query}")
+    shown = page.locator("#plot-a circle.dot")
+    expect(shown).to_have_count(dots)
+    assert shown.first.bounding_box()["width"] >= 8
+    ticks = page.locator("#plot-a .tick[text-anchor=middle]").all_text_contents()
+    assert ticks
+    assert all(tick.isdigit() for tick in ticks), ticks
+    page.goto(page.url.partition("?")[0] + "?view=decay&a.model=llama-2-7b")
+    expect(page.locator("#plot-a path.curve.thin")).to_have_count(1)
+    expect(shown).to_have_count(0)  # a line needs none
+
+
 def test_a_wrong_number_stops_no_other_control_and_goes_back_with_its_error(show):
     page = show("?view=wavelengths&context=4096")
     page.locator("#context").fill("32k")

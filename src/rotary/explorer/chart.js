@@ -151,6 +151,7 @@ class Chart {
       const ends = this.zoom ?? (isCells ? [-0.5, this.x.length - 0.5] : null);
       const xs = [picture, beside].flatMap(each => Object.values(each.columns)[0]);
       this.xs = scale(figure.x, xs, box.left, box.right, ends);
+      this.xs.ticks = this.xs.ticks.filter(Number.isInteger);  // tokens, pairs and channels are counted
       this.axis(figure.x, this.xs, box, true);
       if (isCells) this.cells(figure.rows, columns, box);
       else this.curves(figure, columns, box, ends);
@@ -215,12 +216,15 @@ class Chart {
     }
     for (const curve of figure.curves) {
       let path = "", isOpen = false;
-      columns[curve.y].forEach((value, i) => {
-        const [px, py] = [this.xs.at(this.x[i]), value == null ? NaN : ys.at(value)];
-        const isShown = Number.isFinite(px) && Number.isFinite(py);
-        if (isShown) path += `${isOpen ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`;
-        if (isShown && curve.has_dots) node(inside, "circle", { cx: px, cy: py, r: 2.2, class: `dot ${curve.colour}` });
-        isOpen = isShown;
+      const points = columns[curve.y].map((value, i) => [this.xs.at(this.x[i]), value == null ? NaN : ys.at(value)]);
+      const isShown = points.map(point => point.every(Number.isFinite));
+      points.forEach(([px, py], i) => {
+        const isAlone = !isShown[i - 1] && !isShown[i + 1];  // no line shows it
+        if (isShown[i]) path += `${isOpen ? "L" : "M"}${px.toFixed(1)} ${py.toFixed(1)}`;
+        if (isShown[i] && (curve.has_dots || isAlone)) {
+          node(inside, "circle", { cx: px, cy: py, r: isAlone ? 4 : 2.2, class: `dot ${curve.colour}` });
+        }
+        isOpen = isShown[i];
       });
       const thin = this.x.length > 300 ? "thin" : "";
       node(inside, "path", { d: path, class: `curve ${thin} ${curve.colour} ${curve.dash}` });
