@@ -94,6 +94,21 @@ def test_every_view_fits_its_screen_and_every_control_is_in_sight_of_it(show, sc
         assert len(names) == last, (view, names)
 
 
+def test_each_colour_of_an_axis_of_positions_is_named(show, screen):
+    page = show("?view=layout&a.model=qwen3-vl-8b", width=WIDTHS[screen])
+    named = page.evaluate("""() => {
+        const rects = [...document.querySelectorAll("#plot-a rect:not(.cell)")];
+        return rects.filter(each => each.nextSibling.tagName === "text").map(each =>
+            [each.nextSibling.textContent, getComputedStyle(each).fill]).slice(-3);
+    }""")
+    assert [name for name, _ in named] == ["0", "1", "2"]
+    cells = page.locator("#plot-a rect.cell").evaluate_all(
+        "all => all.slice(128).map(each => getComputedStyle(each).fill)"
+    )
+    assert [dict(map(reversed, named))[fill] for fill in cells[:6]] == ["0", "1", "2"] * 2
+    assert len({fill for _, fill in named}) == 3
+
+
 def test_a_wrong_number_is_one_line_at_its_control_in_views_of_each_group(show):
     page = show(f"?{QUERY}", width=1400)
     wrong = "context", "100000000", "context must be in 1 .."  # seen before any view is drawn

@@ -252,14 +252,20 @@ class Chart {
   cells(rows, columns, box) {
     const size = (box.bottom - box.top) / rows.length;
     const axes = ["var(--blue)", "var(--orange)", "var(--green)", "var(--purple)"];
+    const colour = (row, value, last) => row.of === "axis" && last < axes.length ? axes[value] : shade(value / last);
     const wide = this.xs.at(1) - this.xs.at(0);
     rows.forEach((row, number) => {
       const top = box.top + number * size, last = Math.max(...columns[row.column], 1);
       node(this.svg, "text", { x: box.left, y: top + 14 }, row.name);
+      for (let value = 0; row.of === "axis" && value <= last; value++) {
+        const x = box.left + 12 + row.name.length * TEXT + 30 * value;
+        node(this.svg, "rect", { x, y: top + 4, width: 11, height: 11, fill: colour(row, value, last) });
+        node(this.svg, "text", { x: x + 15, y: top + 14 }, String(value));
+      }
       columns[row.column].forEach((value, i) => {
         const left = this.xs.at(i - 0.5);
         if (value == null || left < box.left - 1 || left + wide > box.right + 1) return;
-        node(this.svg, "rect", { x: left, y: top + 20, width: wide + 0.3, height: size - 26, class: "cell", fill: row.of === "axis" ? axes[value % 4] : shade(value / last) });
+        node(this.svg, "rect", { x: left, y: top + 20, width: wide + 0.3, height: size - 26, class: "cell", fill: colour(row, value, last) });
       });
     });
   }

@@ -260,9 +260,9 @@ def layout(look: Look) -> Picture:
         + ("Pairs turn clockwise. " if spec.sign < 0 else "")
         + (f"{spec.num_axes} position axes share the pairs." if spec.num_axes > 1 else "")
     )
-    rows = [Row("reads", f"reads {spec.layout}", "pair")]
+    rows = [Row("reads", f"read as {spec.layout}", "pair")]
     if spec.out_layout != spec.layout:
-        rows.append(Row("writes", f"writes {spec.out_layout}", "pair"))
+        rows.append(Row("writes", f"written as {spec.out_layout}", "pair"))
     if spec.num_axes > 1:
         rows.append(Row("axis", "position axis", "axis"))
     return Picture(columns, words.strip(), Figure(Axis("channel"), Axis(""), rows=tuple(rows)))
