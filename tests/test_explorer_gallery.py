@@ -94,6 +94,55 @@ def test_every_view_fits_its_screen_and_every_control_is_in_sight_of_it(show, sc
         assert len(names) == last, (view, names)
 
 
+# each text of the pictures that a bar or another text covers: letters leave 3 pixels of their boxes
+COVERED = """() => [...document.querySelectorAll("#pictures svg")].flatMap(svg => {
+    const all = [...svg.querySelectorAll("text, rect.bar")].map(each =>
+        [each, each.getBoundingClientRect(), each.tagName === "text" ? 3 : 0]);
+    const texts = all.filter(([each]) => each.tagName === "text" && each.textContent);
+    return texts.flatMap(([text, own]) => all.filter(([other, box, least]) => other !== text
+        && Math.min(own.right, box.right) - Math.max(own.left, box.left) > 2
+        && Math.min(own.bottom, box.bottom) - Math.max(own.top, box.top) > least)
+    .map(([other]) => `${text.textContent} / ${other.textContent}`));
+})"""
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-4-31b, full_attention",
+                                   "gemma-3-4b, sliding_attention"])  # fmt: skip
+def test_no_text_of_two_compared_models_is_cut_or_covered_on_a_phone(show, model):
+    page = show(f"?compared=1&a.model={model}&context=524288", width=WIDTHS["phone"])
+    for view in VIEWS:
+        choose(page, view)
+        assert page.evaluate(CUT) == [], view
+        assert page.evaluate(COVERED) == [], view
+        if view == "layouts":  # the names of the rows stay left of the curve
+            names = page.locator("#plot-a text.strong").evaluate_all(
+                "all => all.map(each => each.getBBox().x + each.getBBox().width)"
+            )
+            assert max(names) < page.evaluate("charts.a.box.left") - 8
+
+
+def test_the_label_of_a_line_is_on_no_other_line(show, screen):
+    page = show("?view=wavelengths&a.model=gemma-4-31b, full_attention&context=524288",
+                width=WIDTHS[screen])  # fmt: skip
+    for query in ("", "&compared=1", "&a.trained=524288"):
+        page.goto(page.url.partition("&compared")[0] + query)
+        page.wait_for_selector("#links-a a")
+        places = page.evaluate("""() => ["text.label", "line.dash"].map(name =>
+            [...document.querySelectorAll(`#plot-a ${name}`)].map(each => each.getBBox())
+            .map(({ y, height }) => [y, y + height]))""")
+        labels, lines = places
+        assert len(labels) == len(lines) == (1 if "trained" in query else 2)
+        for top, bottom in labels:
+            assert all(not top + 3 < line < bottom - 2 for line, _ in lines), (query, places)
+
+
+def test_a_scale_of_little_more_than_a_power_of_ten_has_two_numbers_or_more(show):
+    page = show("?view=band&compared=1&a.model=llama-3.1-8b&context=131072", width=390)
+    for side in "ab":
+        numbers = page.locator(f"#plot-{side} .tick[text-anchor=end]").all_text_contents()
+        assert len(numbers) >= 2, numbers
+
+
 def test_each_colour_of_an_axis_of_positions_is_named(show, screen):
     page = show("?view=layout&a.model=qwen3-vl-8b", width=WIDTHS[screen])
     named = page.evaluate("""() => {

@@ -50,6 +50,12 @@ function scale(axis, values, from, to, ends) {
       ticks.push(Number((n * step).toPrecision(12)));
     }
   }
+  if (axis.is_log && ticks.length < 2) {  // too narrow for powers of ten, too wide for even steps
+    const fine = Array.from({ length: 3 * Math.ceil(high - low + 2) }, (_, i) => [1, 2, 5][i % 3] * 10 ** (Math.floor(low) + Math.floor(i / 3)))
+      .filter(tick => tick >= out(low) && tick <= out(high));
+    const each = Math.ceil(fine.length / room), power = fine.findIndex(tick => Number.isInteger(Math.log10(tick)));
+    if (fine.length > ticks.length) ticks.splice(0, ticks.length, ...fine.filter((_, i) => (i - power) % each === 0));
+  }
   return { at, back, ticks };
 }
 
@@ -166,11 +172,14 @@ class Chart {
     const { figure } = this.picture;
     let [x, y] = [box.left, box.top + (figure.rows.length ? 14 : 30)];
     if (!figure.rows.length) node(this.svg, "text", { x: box.left - LEFT + 4, y: box.top + 14 }, figure.y.title);
-    for (const curve of figure.curves.length > 1 ? figure.curves : []) {
-      const width = 34 + curve.name.length * TEXT;
+    const named = figure.curves.length > 1 ? figure.curves.map(curve => [curve.name, curve]) : [];
+    if (figure.band) named.push([figure.band.label, null]);
+    for (const [name, curve] of named) {
+      const width = 34 + name.length * TEXT;
       if (x > box.left && x + width > box.right) [x, y] = [box.left, y + 16];
-      node(this.svg, "line", { x1: x, x2: x + 20, y1: y - 4, y2: y - 4, class: `curve ${curve.colour} ${curve.dash}` });
-      node(this.svg, "text", { x: x + 25, y }, curve.name);
+      if (curve) node(this.svg, "line", { x1: x, x2: x + 20, y1: y - 4, y2: y - 4, class: `curve ${curve.colour} ${curve.dash}` });
+      else node(this.svg, "rect", { x, y: y - 10, width: 20, height: 12, class: "band" });
+      node(this.svg, "text", { x: x + 25, y }, name);
       x += width;
     }
     if (figure.rows.length) {
@@ -179,7 +188,7 @@ class Chart {
       for (let i = 0; i < 24; i++) node(this.svg, "rect", { x: x + 44 + 5 * i, y: y - 10, width: 5, height: 11, fill: shade(i / 23) });
       node(this.svg, "text", { x: x + 170, y }, short(last));
     }
-    return figure.curves.length > 1 || figure.rows.length ? y : box.top + 14;
+    return named.length || figure.rows.length ? y : box.top + 14;
   }
 
   axis(axis, { at, ticks }, box, isX) {
@@ -188,14 +197,16 @@ class Chart {
       const place = at(value);
       if (isX) {
         if (!this.picture.figure.rows.length) node(this.svg, "line", { x1: place, x2: place, y1: box.top, y2: box.bottom, class: "grid" });
-        node(this.svg, "text", { x: place, y: box.bottom + 16, "text-anchor": "middle", class: "tick" }, share(value));
+        const x = Math.min(place, this.svg.clientWidth - share(value).length * TEXT / 2 - 2);
+        node(this.svg, "text", { x, y: box.bottom + 16, "text-anchor": "middle", class: "tick" }, share(value));
       } else {
         node(this.svg, "line", { x1: box.left, x2: box.right, y1: place, y2: place, class: "grid" });
         node(this.svg, "text", { x: box.left - 6, y: place + 4, "text-anchor": "end", class: "tick" }, share(value));
       }
     }
-    const middle = (box.left + box.right) / 2;
-    if (isX) node(this.svg, "text", { x: middle, y: box.bottom + 35, "text-anchor": "middle" }, axis.title);
+    const middle = (box.left + box.right) / 2, room = box.right - box.left + LEFT;
+    const title = axis.title.length * TEXT > room ? axis.title.replace(/, samples.*/, "") : axis.title;
+    if (isX) node(this.svg, "text", { x: middle, y: box.bottom + 35, "text-anchor": "middle" }, title);
   }
 
   curves(figure, columns, box, ends) {
@@ -205,14 +216,15 @@ class Chart {
       return [...figure.curves.flatMap(curve => columns[curve.y].filter(isSeen)),
               ...figure.lines.filter(line => line.axis === "y").map(line => line.at)];
     });
-    const ys = scale(figure.y, values, box.bottom, box.top, widest(figure.y, this.beside.figure.y));
+    const isNamed = figure.lines.some(line => line.axis === "y" && line.label);
+    const top = box.top + (isNamed && !figure.y.ends ? 16 : 0);  // room for the label of a line at the top
+    const ys = scale(figure.y, values, box.bottom, top, widest(figure.y, this.beside.figure.y));
     this.ys = ys;
     this.axis(figure.y, ys, box, false);
     const inside = node(this.svg, "svg", { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top, viewBox: `${box.left} ${box.top} ${box.right - box.left} ${box.bottom - box.top}` });
     if (figure.band) {
       const [start, stop] = [this.xs.at(figure.band.start), this.xs.at(figure.band.stop)];
       node(inside, "rect", { x: start, y: box.top, width: Math.max(stop - start, 1), height: box.bottom - box.top, class: "band" });
-      node(inside, "text", { x: Math.min(start + 4, box.right - figure.band.label.length * TEXT), y: box.bottom - 6 }, figure.band.label);
     }
     for (const curve of figure.curves) {
       let path = "", isOpen = false;
@@ -229,16 +241,17 @@ class Chart {
       const thin = this.x.length > 300 ? "thin" : "";
       node(inside, "path", { d: path, class: `curve ${thin} ${curve.colour} ${curve.dash}` });
     }
+    const lines = figure.lines.map(line => ({ ...line, place: (line.axis === "x" ? this.xs : ys).at(line.at) }));
+    const heights = lines.filter(line => line.axis === "y").map(({ place }) => place);
     const taken = [];  // heights of labels
-    for (const line of figure.lines) {
-      const place = (line.axis === "x" ? this.xs : ys).at(line.at);
+    const isFree = y => y < box.bottom && !taken.some(other => Math.abs(other - y) < 13)
+      && !heights.some(height => Math.abs(height - y + 4) < 7);
+    for (const { place, ...line } of lines.sort((one, other) => one.place - other.place)) {
       const ofX = { x1: place, x2: place, y1: box.top, y2: box.bottom };
       const ofY = { x1: box.left, x2: box.right, y1: place, y2: place };
       node(inside, "line", { ...(line.axis === "x" ? ofX : ofY), class: `curve dash ${line.colour}` });
-      const where = line.axis === "x" ? { x: place - 4, y: box.bottom - 6, "text-anchor": "end" } : { x: box.left + 6, y: Math.max(place - 5, box.top + 12) };
-      const near = line.axis === "y" && taken.find(y => Math.abs(y - where.y) < 14);
-      if (near) where.y = near - 14 > box.top + 12 ? near - 14 : near + 14;
-      if (line.axis === "y") taken.push(where.y);
+      const where = line.axis === "x" ? { x: place - 4, y: box.bottom - 6, "text-anchor": "end" } : { x: box.left + 6, y: [place - 5, place + 14].find(isFree) ?? place - 5 };
+      if (line.axis === "y" && line.label) taken.push(where.y);
       node(inside, "text", { ...where, class: `label ${line.colour}` }, line.label);
     }
     for (const point of figure.points) {
@@ -279,9 +292,9 @@ class Chart {
     }
     bars.forEach(({ name, length, text, is_short }, i) => {
       const top = 8 + size * i, right = xs.at(Math.max(length, 1));
-      node(this.svg, "rect", { x: box.left, y: top + 20, width: right - box.left, height: Math.max(size - 30, 6), class: `bar ${is_short ? "red" : "blue"}` });
+      node(this.svg, "rect", { x: box.left, y: top + 17, width: right - box.left, height: Math.max(size - 30, 4), class: `bar ${is_short ? "red" : "blue"}` });
       const words = `${name}: `, isLong = (words.length + text.length) * TEXT > box.right - box.left;
-      const title = node(this.svg, "text", { x: box.left, y: top + 14 }, isLong ? "" : words);
+      const title = node(this.svg, "text", { x: box.left, y: top + 12 }, isLong ? "" : words);
       if (isLong) node(title, "tspan", {}, name.replace(/ \(.*\)/, "") + ": ");
       node(title, "tspan", { class: "strong" }, text);
       const share = (box.right - box.left) / title.getComputedTextLength();

@@ -32,7 +32,7 @@ class Hands {
     const { svg } = this.chart;
     const end = key(svg, [["k", "orange"], ["q", "blue"]]);
     const [shown, all] = [this.pairs.length, this.speeds.length];
-    node(svg, "text", { x: end, y: 14 }, shown < all ? `${shown} of ${all} pairs` : `pairs 0 to ${all - 1}`);
+    node(svg, "text", { x: end, y: 14 }, `${shown < all ? `${shown} of ` : ""}${all} pair${all > 1 ? "s" : ""}`);
     this.centres.forEach(([x, y], i) => {
       const dial = node(svg, "circle", { cx: x, cy: y, r: this.radius, class: "dial" });
       const speed = this.speeds[this.pairs[i]];

@@ -44,9 +44,10 @@ class Layouts {
     this.parts = this.orders.map((order, row) => {
       const { top, middle } = this.rows[row];
       const [first, second] = order.pairs[0];
-      const title = `${order.name}: channels ${first} and ${second} turn together`;
-      const isLong = title.length * BOLD > this.wide;
-      node(svg, "text", { x: 4, y: top + 10, class: "strong" }, isLong ? title.replace("channels ", "") : title);
+      const pair = `${first} and ${second} turn together`;
+      const titles = [`${order.name}: channels ${pair}`, `${order.name}: ${pair}`, order.name];
+      const title = titles.find(each => each.length * BOLD <= this.wide) ?? order.name;
+      node(svg, "text", { x: 4, y: top + 10, class: "strong" }, title);
       node(svg, "line", { x1: 4, x2: 4 + this.bar * order.k.length, y1: middle, y2: middle, class: "grid" });
       const bars = order.pairs.map((_, i) => node(svg, "path", { class: `bar ${COLOURS[i]}` }));
       order.k.forEach((_, i) => node(svg, "text", { x: 4 + this.bar * (i + 0.5), y: middle + this.room + 13, "text-anchor": "middle", class: "tick" }, String(i)));
