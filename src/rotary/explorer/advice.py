@@ -13,6 +13,7 @@ from ..angles import inv_freq
 from ..kernels import Numbers
 from ..plan import MAX_CONTEXT, recommend_layers
 from ..reach import TOLERANCE, reach_of_layer
+from ..words import counted
 from .curves import distance_axis, outline, trained_line
 from .figures import Axis, Bar, Curve, Figure, Line, Picture, Table
 from .side import FieldError, Look, check_scaling
@@ -22,23 +23,24 @@ ALIKE = 1e-9  # frequencies with a smaller relative difference count as equal
 
 def reach(look: Look) -> Picture:
     """Draw every length that bounds a RoPE, beside the requested context: `rotary.reach`."""
-    context, window = look.context, look.entry.window
-    result = reach_of_layer(look.spec, context, look.trained, look.entry, original=look.before)
-    first = result.first_failure
-    ends = [("trained length", look.trained, f"{look.trained:,} tokens")]
-    if window is not None:
-        ends.insert(0, ("these layers see no farther than", window, f"{window:,} tokens"))
-    ends += [
-        ("a similar key is first not preferred at (B_m < 0)",
-         first or context, f"{first:,}" if first else f"none up to {result.length:,}"),
-        (f"float32 angles are right to {TOLERANCE:g} rad up to",
-         result.float32_positions, f"{result.float32_positions:,}"),
-    ]  # fmt: skip
-    turn = result.longest_wavelength  # no end: a pair that turns has shown all of its angles
+    context, trained, window = look.context, look.trained, look.entry.window
+    result = reach_of_layer(look.spec, context, trained, look.entry, original=look.before)
+    first, exact, turn = result.first_failure, result.float32_positions, result.longest_wavelength
+    similar = "a similar key is first not preferred at (B_m < 0)"
+
+    def end(name: str, at: int, text: str = "") -> Bar:
+        return Bar(name, at, text or counted(at, "token"), at < context)
+
     bars = (
-        Bar("context asked for", context, f"{context:,} tokens", False),
-        *(Bar(name, tokens, text, tokens < context) for name, tokens, text in ends),
-        Bar("the slowest pair turns once in", turn, f"{turn:,.0f} tokens", False),
+        Bar("context asked for", context, counted(context, "token")),
+        *([] if window is None else [end("these layers see no farther than", window)]),
+        end("trained length", trained),
+        end(similar, first, f"{first:,}")
+        if first
+        else Bar(similar, result.length, f"none up to {result.length:,}"),
+        end(f"float32 angles are right to {TOLERANCE:g} rad up to", exact, f"{exact:,}"),
+        # no end: a pair that turns has shown all of its angles
+        Bar("the slowest pair turns once in", turn, f"{turn:,.0f} tokens"),
     )
     lengths = np.array([max(bar.length, 1.0) for bar in bars])
     figure = Figure(
