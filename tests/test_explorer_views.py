@@ -95,6 +95,16 @@ def test_no_scaling_is_shown_at_any_length_for_every_model(name):
         look(Side(model=name, method="yarn"), 2 * model.trained)
 
 
+def test_words_are_right_for_one_token_one_pair_and_several_axes():
+    one = look(Side(model="llama-2-7b", trained=1), 1)
+    for view in (views.hands, views.wavelengths, views.coverage, views.reach):
+        assert "1 tokens" not in view(one).words, view
+    assert views.coverage(one).words.endswith("At 1 token no angle is new.")
+    assert "instead of" not in views.two_layouts(look(Side(head_dim=2), 64)).words
+    assert "along all 2 axes" in views.hands(look(PIXTRAL, 4096)).words
+    assert "along all" not in views.hands(look(LLAMA_3, 4096)).words
+
+
 PIXTRAL = Side(model=PASTED, config='{"model_type": "pixtral"}', trained=4096)
 
 

@@ -45,7 +45,7 @@ def wavelengths(look: Look) -> Picture:
         + (f"; {still} {'stands' if still == 1 else 'stand'} still" if still else "")
         + f"; one turn takes {fast if fast == slow else f'from {fast} to {slow}'} tokens. "
         f"{before}{counted(never, 'pair')} never {'turns' if never == 1 else 'turn'} once in the "
-        f"{look.trained:,} tokens of training: the critical dimension is {critical}."
+        f"{counted(look.trained, 'token')} of training: the critical dimension is {critical}."
     )
     columns = {
         "pair": np.arange(len(waves)),
@@ -98,7 +98,8 @@ def similarity(look: Look) -> Picture:
         points = (Point(first, at_first, f"first below 0: {first:,}"),)
         words = (
             f"At distance {first:,} a similar key is first preferred less than a random one "
-            f"(B = {at_first:.3g}). Many good models go beyond theirs: a diagnostic, and no limit."
+            f"(B_m = {at_first:.3g}). That is a diagnostic and no limit: many good models work "
+            "beyond such a distance."
         )
     else:
         words = f"A similar key is preferred at every distance up to {searched:,}."
@@ -198,8 +199,12 @@ def coverage(look: Look) -> Picture:
     )[0]
     words = (
         f"{int((seen < 1).sum())} of {len(seen)} pairs saw less than the whole circle in "
-        f"{look.trained:,} tokens. At {look.context:,} tokens {unseen.mean():.1%} of all angles "
-        f"are new, {unseen.max():.1%} in the worst pair."
+        f"{counted(look.trained, 'token')}. At {counted(look.context, 'token')} "
+        + (
+            f"{unseen.mean():.1%} of all angles are new, {unseen.max():.1%} in the worst pair."
+            if unseen.any()
+            else "no angle is new."
+        )
     )
     columns = {
         "pair": np.arange(len(seen)),
@@ -227,8 +232,9 @@ def error_of_angles(look: Look) -> Picture:
     safe = precision.longest_safe_position(look.spec, TOLERANCE, seq_len=look.context)
     words = (
         f"Near position {positions[-1]:,} float32 angles put cos or sin wrong by as much as "
-        f"{worst['float32']:.2g}, positions in bfloat16 by {worst['bfloat16']:.2g}, and exact "
-        f"angles, the default here, by {worst['exact']:.1g}. "
+        f"{worst['float32']:.2g}, a matrix product in TF32 by {worst['tf32']:.2g}, positions in "
+        f"bfloat16 by {worst['bfloat16']:.2g}, and exact angles, the default here, by "
+        f"{worst['exact']:.1g}. "
         f"No float32 angle is off by over {TOLERANCE:g} rad up to position {safe:,}."
     )
     figure = Figure(
@@ -258,7 +264,12 @@ def layout(look: Look) -> Picture:
         f"rotated, read as {spec.layout}: channel {first} turns with channel {second}. "
         + (f"Written as {spec.out_layout}. " if spec.out_layout != spec.layout else "")
         + ("Pairs turn clockwise. " if spec.sign < 0 else "")
-        + (f"{spec.num_axes} position axes share the pairs." if spec.num_axes > 1 else "")
+        + (
+            f"{spec.num_axes} position axes share the pairs: other views show a step along all "
+            "of them at once."
+            if spec.num_axes > 1
+            else ""
+        )
     )
     rows = [Row("reads", f"read as {spec.layout}", "pair")]
     if spec.out_layout != spec.layout:

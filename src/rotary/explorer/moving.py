@@ -10,6 +10,7 @@ from ..analysis import bounds, decay, extension, spectrum
 from ..angles import inv_freq
 from ..kernels import Numbers
 from ..spec import Rotary
+from ..words import counted
 from .curves import distance_axis, outline, trained_line
 from .figures import Axis, Curve, Figure, Hands, Line, Order, Orders, Picture, Stretch, Stretched
 from .side import Look, check_scaling
@@ -32,9 +33,11 @@ def hands(look: Look) -> Picture:
         f"Move both tokens (position of k): all hands turn and q · k stays, so a score depends on "
         f"the distance alone. Move them apart (distance, or drag the red point): q · k of equal "
         f"vectors goes from {times * len(speeds) + still:.4g} at 0 to {scores[-1]:.4g} at "
-        f"{distances[-1]:,} tokens. The first pairs turn fast and tell near tokens apart, the last "
-        f"ones turn slowly."
+        f"{counted(int(distances[-1]), 'token')}. The first pairs turn fast and tell near tokens "
+        f"apart, the last ones turn slowly."
     )
+    if look.spec.num_axes > 1:
+        words += f" Tokens move along all {look.spec.num_axes} axes of positions at once."
     figure = Figure(
         distance_axis(look.spec, look.context),
         Axis("q · k"),
@@ -88,6 +91,8 @@ def two_layouts(look: Look) -> Picture:
         f"fit a key {BACK} tokens before it best, scores {wrong:.2f} there instead of {best:.2f}. "
         f"Nothing fails and no error is shown."
     )
+    if width == 2:
+        words = "The bars are k. A head of one pair is the same in both layouts."
     figure = Figure(
         Axis("distance, tokens"),
         Axis("q · k"),
@@ -115,8 +120,8 @@ def methods(look: Look) -> Picture:
     words = (
         f"Each row is one method, each circle one pair at the position of the slider: the thin "
         f"orange hand without scaling, the blue one with it. Grey is what the pair showed in the "
-        f"{look.trained:,} tokens of training; a thick red hand is at an angle it never showed. "
-        f"Pairs that meet such angles up to {last:,} tokens: {listed}, of {len(before)}."
+        f"{counted(look.trained, 'token')} of training; a thick red hand is at an angle it never "
+        f"showed. Pairs that meet such angles up to {last:,} tokens: {listed}, of {len(before)}."
     )
     if look.plain.schedule != "default":
         words += f" The published methods do not scale RoPE of type {look.plain.schedule!r}."
