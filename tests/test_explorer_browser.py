@@ -45,6 +45,20 @@ def pixels(shown):
     return np.array(Image.open(io.BytesIO(shown.screenshot())).convert("RGB"))
 
 
+def test_words_of_the_view_before_are_faint_where_the_new_one_has_no_picture(show):
+    config = json.dumps({"model_type": "pixtral"})
+    page = show(f"?view=reach&a.model=a config.json, pasted below&a.config={config}"
+                "&a.trained=4096&context=4096")  # fmt: skip
+    said = words(page).text_content()
+    page.get_by_role("radio", name="Plan").check()
+    expect(error(page, "view")).to_contain_text("text models")
+    for part in ("#picture-a", "#notes-a"):
+        assert float(page.locator(part).evaluate("e => getComputedStyle(e).opacity")) < 0.5
+    page.get_by_role("radio", name="Reach").check()
+    expect(page.locator("#notes-a")).to_have_css("opacity", "1")
+    expect(words(page)).to_have_text(said)
+
+
 def test_a_model_is_chosen_and_its_numbers_are_shown(show):
     page = show("?view=wavelengths")
     expect(words(page)).to_contain_text("29 pairs never turn once in the 8,192 tokens")
@@ -126,8 +140,11 @@ def test_the_number_under_the_pointer_is_told_and_so_it_is_by_the_keyboard(show)
     page = show("?view=wavelengths&a.model=llama-2-7b&context=4096")
     page.locator("#plot-a circle.dot").nth(32).hover(force=True)
     expect(page.locator("#plot-a .tip")).to_contain_text("pair 32one turn: 628.319")
+    read = page.locator("#picture-a [role=status]")
+    expect(read).to_have_text("")
     page.locator("#plot-a").press("ArrowRight")
     expect(page.locator("#plot-a .tip")).to_contain_text("pair 33")
+    expect(read).to_have_text(re.compile(r"^pair 33, one turn: [\d.]+$"))  # for screen readers
 
 
 def test_a_part_of_a_picture_is_looked_at_closer(show):

@@ -78,6 +78,9 @@ class Chart {
     this.index = null;  // index of the point whose numbers are shown
     this.moving = null;
     svg.tabIndex = 0;
+    this.said = svg.parentNode.appendChild(document.createElement("p"));  // the numbers, read aloud
+    this.said.className = "unseen";
+    this.said.setAttribute("role", "status");
     new ResizeObserver(() => this.render()).observe(svg);
     svg.addEventListener("pointermove", event => {
       if (this.isHeld) this.moving.marks.drag(event.offsetX);
@@ -114,6 +117,7 @@ class Chart {
     this.index = null;
     this.svg.setAttribute("role", "img");
     this.svg.setAttribute("aria-label", picture.words);
+    this.svg.classList.toggle("low", picture.figure.rows.length > 0);
     this.still();
     const { moving } = picture.figure;
     if (moving) this.moving = new MOVERS[moving.kind](this, moving);
@@ -318,10 +322,10 @@ class Chart {
     if (event.key === "Escape") this.reset();
     if (!step || !this.xs) return;
     event.preventDefault();
-    this.tell(Math.min(Math.max((this.index ?? -1) + step, 0), this.x.length - 1));
+    this.said.textContent = this.tell(Math.min(Math.max((this.index ?? -1) + step, 0), this.x.length - 1)).join(", ");
   }
 
-  // Writes the numbers of one point beside it
+  // Writes the numbers of one point beside it, and returns them as lines
   tell(index, pixel = null) {
     this.index = index;
     if (!this.tip) return;
@@ -345,6 +349,7 @@ class Chart {
     const top = Math.min(Math.max((pixel ?? box.top + 30) - 20, box.top), box.bottom - 16 * lines.length - 8);
     node(this.tip, "rect", { x: left, y: top, width, height: 16 * lines.length + 6, rx: 4 });
     lines.forEach((line, n) => node(this.tip, "text", { x: left + 6, y: top + 15 + 16 * n }, line));
+    return lines;
   }
 
   // Returns the picture as a file that needs no style sheet

@@ -117,7 +117,7 @@ function showSide(side, { pictures, query, shown, figures, controls: sides, no_c
   one(".layers", controls).hidden = !layers.length;
   one(`#${side}-layer`).replaceChildren(...layers.map(layer => make("option", {}, layer)));
   const picture = pictures[side];
-  one(`#picture-${side}`).classList.toggle("stale", isShown && !picture);
+  for (const id of [`picture-${side}`, `notes-${side}`]) one(`#${id}`).classList.toggle("stale", isShown && !picture);
   if (!picture) return;
   one(`#picture-${side} h2`).textContent = picture.title;
   one(`#words-${side}`).textContent = picture.words;
