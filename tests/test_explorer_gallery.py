@@ -284,5 +284,9 @@ def test_the_pictures_of_the_docs_are_of_this_page(show):
     for name, query in make_gallery.PICTURES.items():
         page.goto(f"{page.url.partition('?')[0]}?{query}")
         page.wait_for_selector("#links-a a")
-        saved = Image.open(make_gallery.FOLDER / f"{name}.png").text["Text"]
-        assert make_gallery.text_of(page) == saved, name
+        saved = Image.open(make_gallery.FOLDER / f"{name}.png")
+        assert make_gallery.text_of(page) == saved.text["Text"], name
+        colours = {colour for _, colour in saved.convert("RGB").getcolors()}
+        for part in ("body", "select"):
+            ground = page.locator(part).first.evaluate("e => getComputedStyle(e).backgroundColor")
+            assert tuple(map(int, re.findall(r"\d+", ground))) in colours, (name, part)

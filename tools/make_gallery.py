@@ -9,11 +9,13 @@ import io
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -31,7 +33,7 @@ PICTURES = {  # name of the picture -> what the page is asked for
 }
 SIZE = {"width": 1180, "height": 820}
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-COLOURS = 256
+COLOURS, EXACT = 256, 8  # of a file, and how many of the commonest are those of the page
 
 
 def text_of(page: "Page") -> str:
@@ -40,10 +42,22 @@ def text_of(page: "Page") -> str:
     return "\n".join(" ".join(part.split()) for part in parts)
 
 
+def in_few_colours(image: Image.Image) -> Image.Image:
+    """An image of `COLOURS` colours; grounds and curves keep theirs, where a tint would be seen."""
+    small = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    pixels = [tuple(pixel) for pixel in np.asarray(image).reshape(-1, 3).tolist()]
+    indices = dict(zip(pixels, np.asarray(small).ravel().tolist(), strict=True))
+    palette = small.getpalette() or []
+    for colour, _ in reversed(Counter(pixels).most_common(EXACT)):
+        palette[3 * indices[colour] : 3 * indices[colour] + 3] = colour
+    small.putpalette(palette)
+    return small
+
+
 def picture_of(page: "Page") -> bytes:
     """A screenshot in few colours, with the text of the page inside."""
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    small = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    small = in_few_colours(image)
     said, out = PngInfo(), io.BytesIO()
     said.add_itxt("Text", text_of(page))
     small.save(out, "PNG", optimize=True, pnginfo=said)
