@@ -126,6 +126,7 @@ def roofline(
         entries.append((plain(name), line))
     panel.margins(0.08)
     low, high = panel.get_xlim()
+    high *= (high / low) ** 0.06  # room for the speeds
     bottom, top = panel.get_ylim()
     ends = np.array([low, high])
     for speed in SPEEDS[(low / top < SPEEDS) & (high / bottom > SPEEDS)]:
