@@ -19,15 +19,15 @@ DARKEST, LIGHTEST = 0.09, 0.95  # greys on a dark page, in place of white and bl
 def dark(figure: Figure) -> Figure:
     """Change a figure for a dark page and return it: greys are inverted, colours a little lighter.
 
-    Heat maps and the text inside them do not change.
+    Heat maps and what is drawn inside them do not change.
 
     >>> from rotary import Rotary, plots
     >>> figure = plots.dark(plots.walk(Rotary(head_dim=8)))
     >>> figure.get_facecolor()
     (0.09, 0.09, 0.09, 1.0)
     """
-    for artist in figure.findobj():
-        if isinstance(artist, Text) and artist.get_gid() != ON_COLOUR:
+    for artist in figure.findobj(lambda artist: artist.get_gid() != ON_COLOUR):
+        if isinstance(artist, Text):
             artist.set_color(night(artist.get_color()))
         elif isinstance(artist, Line2D):
             colors = artist.get_color(), artist.get_markerfacecolor(), artist.get_markeredgecolor()

@@ -209,7 +209,7 @@ def angle_coverage(
                 panel, 0.5, 0.5, "training has shown every angle", ha="center", va="center",
                 color="black", gid=ON_COLOUR, transform=panel.transAxes,
             )  # fmt: skip
-        limit = panel.axhline(trained, color="black", linewidth=0.9, linestyle=":")
+        limit = panel.axhline(trained, color="black", linewidth=0.9, linestyle=":", gid=ON_COLOUR)
         panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         label(panel, "", "position, tokens", name)
     top.set_ylim(0, 1.05)
