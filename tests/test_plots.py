@@ -26,6 +26,7 @@ from rotary.analysis import bounds, extension, precision, search, spectrum
 from rotary.analysis import decay as decay_numbers
 from rotary.layouts import row_permutation
 from rotary.plots import files, points, reach, style
+from rotary.plots.dark import night
 
 SPECS = {
     "plain": Rotary(head_dim=16),
@@ -605,6 +606,31 @@ def test_the_cells_of_the_gallery_do_not_overlap():
         for left, right in itertools.pairwise(boxes):
             assert left.x1 < right.x0, row
         assert row < 0 or boxes[-1].x1 < ends, row
+
+
+def test_no_speed_of_the_roofline_is_under_a_measured_point():
+    figure = plots.roofline({"copy": [(4e4, 3e-5), (2e7, 6e-4), (1.3e9, 2.4e-2)]})
+    figure.draw_without_rendering()
+    (panel,) = figure.axes
+    dots = panel.transData.transform(panel.lines[0].get_xydata())
+    assert {"10 GB/s", "100 GB/s"} <= {text.get_text() for text in panel.texts}
+    for text in panel.texts:
+        assert not text.get_window_extent().padded(4).count_contains(dots), text.get_text()
+
+
+def test_a_line_inside_a_heat_map_stays_dark_on_a_dark_page():
+    figure = plots.dark(plots.angle_coverage(LLAMA_2, trained=4096, target=8192))
+    _, strip, _ = figure.axes
+    assert [line.get_color() for line in strip.lines] == ["black"]
+    assert figure.legends[0].get_lines()[-1].get_color() == night("black")
+
+
+def test_of_two_coinciding_designs_both_are_seen():
+    head = Rotary(head_dim=32)
+    specs = {f"{name}": head for name in range(7)}
+    figure = plots.design(specs, analysis.wanted_reach(head, 128, 256))
+    curves = [line for line in figure.axes[0].lines if len(line.get_xdata()) > 2]
+    assert [line.is_dashed() for line in curves] == [False, True] * 3 + [False]
 
 
 def test_the_roofline_sorts_what_was_measured():

@@ -119,6 +119,8 @@ def design(
         if index == 0:
             least, most = (values[at] for at in extremes(values, starts))
             panel.fill_between(starts, least, most, color=style["color"], alpha=0.2, linewidth=0)
+        if index % 2 and style["linestyle"] == "-":
+            style["linestyle"] = (0, (5, 2))  # lets a curve be seen that this one covers
         line = panel.plot(starts, means(values, starts), linewidth=1.5 - 0.4 * (index > 0), **style)
         failing = bounds.first_failure(spec, length, seq_len=seq_len, axes=axes)
         fails = "never fails" if failing is None else f"fails at {failing:,}"
