@@ -32,6 +32,7 @@ PICTURES = {  # name of the picture -> what the page is asked for
     "models": "view=models&b.model=llama-3.1-8b&b.method=as+published",
 }
 SIZE = {"width": 1180, "height": 820}
+TALL = {"plan": 1066}  # the height in which the config to copy is seen too
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
 COLOURS, EXACT = 256, 8  # of a file, and how many of the commonest are those of the page
 
@@ -86,8 +87,11 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with served() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        page = browser.new_page(viewport=SIZE)  # type: ignore[arg-type]  # a plain dict
+        page = browser.new_page()
         for name, query in PICTURES.items():
+            page.set_viewport_size(
+                {"width": SIZE["width"], "height": TALL.get(name, SIZE["height"])}
+            )
             page.goto(f"{address}?{query}")
             page.wait_for_selector("#links-a a")
             (FOLDER / f"{name}.png").write_bytes(picture_of(page))
