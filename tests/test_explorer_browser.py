@@ -45,6 +45,18 @@ def pixels(shown):
     return np.array(Image.open(io.BytesIO(shown.screenshot())).convert("RGB"))
 
 
+def test_the_page_shows_that_it_waits_for_an_answer_that_takes_long(show):
+    page, held = show("?view=wavelengths&context=4096"), []
+    page.route("**/draw", lambda route: held.append(route))
+    page.locator("#context").fill("8192")
+    expect(page.locator("main")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#pictures")).to_have_css("opacity", "0.4")
+    held[0].continue_()
+    page.unroute("**/draw")
+    expect(page.locator("main")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#pictures")).to_have_css("opacity", "1")
+
+
 def test_words_of_the_view_before_are_faint_where_the_new_one_has_no_picture(show):
     config = json.dumps({"model_type": "pixtral"})
     page = show(f"?view=reach&a.model=a config.json, pasted below&a.config={config}"

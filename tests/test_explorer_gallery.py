@@ -63,7 +63,7 @@ def choose(page, view):
         page.get_by_role("combobox", name="View").select_option(view)
     else:
         page.locator(f"input[name=view][value={view}]").check()
-    expect(page.locator("#about")).to_have_text(VIEWS[view].text)
+    expect(page.locator("#about")).to_have_text(VIEWS[view].text, timeout=20_000)  # a plan searches
 
 
 def test_every_view_fits_its_screen_and_every_control_is_in_sight_of_it(show, screen):
@@ -109,7 +109,7 @@ COVERED = """() => [...document.querySelectorAll("#pictures svg")].flatMap(svg =
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-4-31b, full_attention",
                                    "gemma-3-4b, sliding_attention"])  # fmt: skip
 def test_no_text_of_two_compared_models_is_cut_or_covered_on_a_phone(show, model):
-    page = show(f"?compared=1&a.model={model}&context=524288", width=WIDTHS["phone"])
+    page = show(f"?compared=1&a.model={model}&context=262144", width=WIDTHS["phone"])
     for view in VIEWS:
         choose(page, view)
         assert page.evaluate(CUT) == [], view

@@ -61,7 +61,9 @@ function change(name, value) {
 }
 
 async function run() {
+  const tellBusy = isBusy => one("main").setAttribute("aria-busy", isBusy);
   while (queue.length) {
+    const long = setTimeout(tellBusy, 500, true);  // not while a slider moves and answers are quick
     const { name, value } = queue[0];
     if (name) fields[name] = value;
     let answer = await post("draw", { fields, changed: name });
@@ -79,6 +81,8 @@ async function run() {
       answer = await post("draw", { fields, changed: name });
     }
     queue.shift();
+    clearTimeout(long);
+    tellBusy(false);
     show({ ...answer, errors: { ...errors, ...answer.errors } });
   }
 }
