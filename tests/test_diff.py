@@ -650,14 +650,72 @@ LINEAR_ALONE = "ValueError: rope_scaling 'type' currently only supports 'linear'
     ("phimoe", {"type": "linear", "factor": 2.0}, "KeyError: 'short_factor' is missing"),
     ("deepseek_v2", None, "AttributeError: 'NoneType' object has no attribute 'get'"),
     ("dbrx", None, "KeyError: 'rope_theta'"),
+    ("nemotron", {"type": "linear", "factor": 2}, "AssertionError: factor must be a float"),
+    ("phi3", {"type": "linear", "factor": 2, "long_factor": []},
+     "AssertionError: factor must be a float"),
+    ("gpt_oss", {"type": "dynamic", "factor": 2.0},
+     "TypeError: '>' not supported between instances of 'NoneType' and 'int'"),
+    ("gpt_oss", {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+     "TypeError: unsupported operand type(s) for /: 'NoneType' and 'int'"),
+    ("minimax", None, "TypeError: missing 1 required argument: 'rotary_dim'"),
+    ("ministral3", {"rope_type": "yarn", **YARN},
+     "TypeError: 'NoneType' object is not subscriptable"),
 ])  # fmt: skip
 def test_mlx_refuses_a_scaling_that_its_model_file_does_not_accept(model_type, rope, error):
     config = {**LLAMA, "model_type": model_type, "rope_scaling": rope}
     assert read(config)["mlx-lm"].refuses == error
 
 
+def test_mlx_asks_ministral_for_keys_that_transformers_has_defaults_for():
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, **YARN}
+    config = {**LLAMA, "model_type": "ministral3", "rope_parameters": rope}
+    del config["rope_theta"]
+    assert read(config)["mlx-lm"].refuses == "KeyError: 'llama_4_scaling_beta'"
+    assert not read({**config, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.1}})[
+        "mlx-lm"
+    ].refuses
+
+
+def test_mlx_fails_as_a_whole_if_one_of_its_layer_types_fails():
+    config = {**LLAMA, "model_type": "gemma3_text", "head_dim": 128,
+              "rope_scaling": {"rope_type": "su", **LONGROPE}}  # fmt: skip
+    for kind in ("full_attention", "sliding_attention"):
+        found = read(config, layer_type=kind)["mlx-lm"]
+        assert found.refuses == "ValueError: Unsupported RoPE type su"
+
+
+def test_mlx_has_another_base_or_length_where_the_file_has_none_or_null():
+    silent = {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    del silent["max_position_embeddings"]
+    assert "its own max_position_embeddings" in read(silent)["mlx-lm"].not_compared
+    assert "takes for a number" in read({**LLAMA, "rope_theta": None})["mlx-lm"].not_compared
+
+
+def test_mlx_rotates_recurrent_gemma_by_numbers_of_its_own():
+    recurrent = {"model_type": "recurrent_gemma", "hidden_size": 2560, "num_attention_heads": 10,
+                 "rope_theta": 5e5, "partial_rotary_factor": 0.25}  # fmt: skip
+    np.testing.assert_allclose(read(recurrent)["mlx-lm"].inv_freq, ladder(1e4, 128), rtol=1e-14)
+    assert "mlx-lm always takes the base 10000" in diff(recurrent).verdict
+
+
+def test_mlx_takes_the_lists_of_minicpm3_whatever_the_type():
+    config = {
+        "model_type": "minicpm3",
+        "hidden_size": 2560,
+        "num_attention_heads": 40,
+        "qk_rope_head_dim": 32,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e4,
+    }
+    for rope in ({"type": "linear", "factor": 4.0}, {"rope_type": "default"}):
+        found = read({**config, "rope_scaling": rope})["mlx-lm"]
+        np.testing.assert_allclose(found.inv_freq, ladder(1e4, 32), rtol=1e-14)
+        assert found.attention_factor == pytest.approx(1.11803401)  # as it ran
+
+
 @pytest.mark.parametrize(("model_type", "rope", "schedule"), [
     ("qwen2_moe", {"type": "linear", "factor": 4.0}, "plain"),
+    ("llama4_text", {"type": "linear", "factor": 4.0}, "plain"),
     ("phi3", {"type": "su", **LONGROPE}, "LongRoPE, long list"),
     ("phi3", {"type": "yarn", "factor": 4.0, **LONGROPE}, "plain"),
     ("hunyuan_v1_dense", {"type": "linear", "factor": 2.0, "alpha": 10.0}, "NTK, fixed base"),

@@ -5,12 +5,17 @@
                  by layer type; without it, rope_theta and rope_scaling at the top level
   base           the base if the config has none; null if mlx-lm then raises; default 10 000
   base_in        the object of the config that must have rope_theta
+  fixed_base     the base, whatever the config says
+  share          the rotated share of the head, whatever the config says
+  parameters     the keys that rope_parameters must have, which mlx-lm reads without asking
   local_base     the key of the base of sliding layers, which is 10 000 if the config has none
   scaled_layers  the layer type that rope_scaling applies to; others are plain
   unscaled       plain whatever rope_scaling says
   needs_scaling  mlx-lm raises without rope_scaling
   needs, types   the keys that rope_scaling must have, and the types it may have; mlx-lm raises for
                  all others
+  fails          the error that a type of rope_scaling raises in this file alone
+  float_factor   mlx-lm raises for a factor of linear that is a whole number, as 8
   read_as        the type that is computed for each type of rope_scaling
   partial_rotary_factor, rotary_dim, original_max_position_embeddings
                  the value if the config has none at the top level, where alone such a file reads
@@ -43,17 +48,23 @@ def opens(case: Case) -> Case:
         raise RefusedError(
             "TypeError: missing d_model, n_layers, n_heads: it reads OLMo's own file"
         )
-    model = MODELS.get(model_type, {})
+    # llama4_text has a file of its own, which scales nothing
+    model = MODELS.get(config.file_type) or MODELS.get(model_type, {})
+    _check_parameters(data.get("rope_parameters"), model)
     rope, base = _rope_and_base(case, model)
     if base is None or None in rope.values():
         raise NotComparedError("a null that only mlx-lm reads was never run")
     advice = ""
-    if base != case.base and "base" in model:
+    if base != case.base and "fixed_base" in model:
+        advice = f"mlx-lm always takes the base {base:g} for {model_type}"
+    elif base != case.base and "base" in model:
         advice = f"Write rope_theta: without it mlx-lm takes {base:g}"
     if model_type == "glm":
         advice = "mlx-lm rotates the whole head of glm"
     _check_scaling(rope, model)
     if layer_type is not None and layer_type != model.get("scaled_layers", layer_type):
+        if _type_of(rope) not in MLX_LM.rules:  # its other layers fail, and the model with them
+            raise RefusedError(f"ValueError: Unsupported RoPE type {_type_of(rope)}")
         rope = {}
     if "unscaled" in model:
         advice = f"mlx-lm does not scale {model_type} at all" if rope else advice
@@ -61,6 +72,9 @@ def opens(case: Case) -> Case:
     rope_type = _type_of(rope)
     if rope and "read_as" in model:
         rope_type = model["read_as"].get(rope_type, model["read_as"]["others"])
+    length = config.model.get("names", {}).get("max_position_embeddings", "max_position_embeddings")
+    if rope_type in ("dynamic", "longrope") and data.get(length) is None:
+        raise NotComparedError(f"mlx-lm has its own {length} where the config has none")
     width_key, dim = _width(case, model)
     if data.get("rope_parameters") and model.get("reads") not in ("type", "nested"):
         keys = "rope_theta and rope_scaling"
@@ -80,8 +94,19 @@ def _type_of(rope: Mapping[str, JSON]) -> str:
     return rope.get("type") or rope.get("rope_type") or "default"
 
 
+def _check_parameters(rope: JSON, model: Mapping[str, JSON]) -> None:
+    """Raise the error of a model file for rope_parameters without a key that it reads."""
+    for key in model.get("parameters", ()):
+        if rope is None:
+            raise RefusedError("TypeError: 'NoneType' object is not subscriptable")
+        if key not in rope:
+            raise RefusedError(f"KeyError: {key!r}")
+
+
 def _check_scaling(rope: Mapping[str, JSON], model: Mapping[str, JSON]) -> None:
     """Raise the error of the model file for a rope_scaling that it does not accept."""
+    if error := model.get("fails", {}).get(_type_of(rope)):
+        raise RefusedError(error)
     if not rope and "needs_scaling" in model:
         raise RefusedError("AttributeError: 'NoneType' object has no attribute 'get'")
     needs, types = model.get("needs", ()), model.get("types", ())
@@ -96,13 +121,15 @@ def _check_scaling(rope: Mapping[str, JSON], model: Mapping[str, JSON]) -> None:
         raise RefusedError(f"ValueError: rope_scaling 'type' currently only supports {words}")
     if "type" not in rope:  # read without asking whether it is there
         raise RefusedError("KeyError: 'type'")
+    if "float_factor" in model and rope["type"] == "linear" and isinstance(rope["factor"], int):
+        raise RefusedError("AssertionError: factor must be a float")
 
 
 def _width(case: Case, model: Mapping[str, JSON]) -> tuple[str, int]:
     """Return the number of rotated channels, after the top-level key that says it, or ""."""
     config = case.config
-    if config.model_type == "glm":  # always the whole head
-        return "", config.head_dim
+    if "share" in model:
+        return "", int(model["share"] * config.head_dim)
     name = next((each for each in ("partial_rotary_factor", "rotary_dim") if each in model), "")
     if not name:
         return "", case.dim
@@ -129,9 +156,12 @@ def _rope_and_base(case: Case, model: Mapping[str, JSON]) -> tuple[Mapping[str, 
         raise RefusedError("KeyError: 'rope_theta'")
     name = case.config.model.get("names", {}).get("rope_theta", "rope_theta")
     base = data.get(name, new.get("rope_theta") if reads else None)
+    if name in data and base is None:
+        raise NotComparedError(f"a null for {name}, which mlx-lm takes for a number")
     if base is None and model.get("base", 10_000.0) is None:
         raise RefusedError("TypeError: missing 1 required argument: 'rope_theta'")
-    return rope, model.get("base", 10_000.0) if base is None else base
+    base = model.get("base", 10_000.0) if base is None else base
+    return rope, model.get("fixed_base", base)
 
 
 def mrope(case: Case) -> Result:
@@ -152,6 +182,10 @@ def llama3(case: Case) -> Result:
 
 def longrope(case: Case) -> Result:
     """Compute LongRoPE, always with the long list."""
+    if case.config.model_type == "minicpm3":  # its file has defaults for all three
+        ones = [1.0] * (case.dim // 2)
+        defaults = {TRAINED: 4096, "short_factor": ones, "long_factor": ones}
+        case = case._replace(rope={**defaults, **case.rope})
     data, silent = case.config.data, MODELS.get(case.config.model_type, {}).get(TRAINED)
     trained = data.get(TRAINED, silent) if silent else rules.need(case, TRAINED)
     case = case._replace(trained=trained)
