@@ -186,6 +186,35 @@ def test_a_model_of_the_default_type_alone_gets_no_other(name, change):
         module_of({**old, "rope_parameters": rope})
 
 
+@pytest.mark.parametrize(
+    "name", ["phi-3-mini-128k", "phi-3-vision-128k", "phi-3.5-mini", "phi-3.5-moe", "phi-4-mini",
+             "qwen2-vl-7b", "internvl3-8b", "llama-3.1-8b"]
+)  # fmt: skip
+def test_the_rope_of_a_file_is_written_as_the_file_spells_it(name):
+    """DeepSeek's own code reads `type`, and Phi-3 of transformers 4 only three keys, one `type`."""
+    old = json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+    spec, text = from_hf_config(old), old.get("text_config", old)
+    assert replace_rope(old, spec, text["max_position_embeddings"]) == old
+
+
+def test_type_is_written_where_the_file_has_it_and_for_phi3():
+    yarn = Rotary(head_dim=64, **CHANGES["yarn"])
+    llama = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": 8192}
+    for old, names in (
+        ({"type": "linear", "factor": 2.0}, {"type"}),
+        ({"rope_type": "linear", "type": "linear", "factor": 2.0}, {"rope_type", "type"}),
+        (None, {"rope_type"}),
+    ):
+        scaling = replace_rope({**llama, "rope_scaling": old}, yarn, 32768)["rope_scaling"]
+        assert {name for name in ("rope_type", "type") if scaling.get(name) == "yarn"} == names
+    phi = {"model_type": "phi3", "hidden_size": 768, "num_attention_heads": 12}
+    spec = as_longrope(Rotary(head_dim=64, base=5e5), 8192)
+    new = replace_rope(phi, spec, 8192)
+    assert set(new["rope_scaling"]) == {"type", "short_factor", "long_factor"}
+    assert (new["rope_scaling"]["type"], from_hf_config(new)) == ("longrope", spec)
+    assert_transformers_computes(new, spec)
+
+
 @pytest.mark.parametrize("schedule", ["yarn", "dynamic", "longrope", "linear", "llama3"])
 @pytest.mark.parametrize(
     "name", ["mixtral", "ministral", "minimax", "hunyuan_v1_dense", "hunyuan_v1_moe"]

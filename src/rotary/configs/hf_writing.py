@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from collections.abc import Mapping
 from itertools import islice
 
 from ..angles import inv_freq
@@ -12,7 +13,7 @@ from ..strict_json import JSON
 from ..words import brief
 from .entries import choose, layer_types, part_inside, part_key
 from .files import load
-from .hf import TYPES, check_read, from_hf_config, needs_head_dim
+from .hf import ALIASES, TYPES, check_read, from_hf_config, needs_head_dim
 from .record import Config
 from .values import whole_number
 
@@ -201,7 +202,8 @@ def replace_rope(
     context  its max_position_embeddings, in tokens
     layer_type, part  which RoPE of the config, as in `from_hf_config`
     The keys are `rope_parameters` if the config has them, else `rope_theta` and `rope_scaling`,
-    under the names of its model. The result is read back and compared before it is returned.
+    under the names of its model; `type` stays where rope_scaling has it, for older programs.
+    The result is read back and compared before it is returned.
     Raises ValueError if a config of this model cannot express `spec` (such as a base that is fixed
     in its code), and if layers of another type would change with it.
 
@@ -225,7 +227,9 @@ def replace_rope(
         inner[names["rope_theta"]] = rope.pop("rope_theta")
         rope.pop("partial_rotary_factor", None)
         if rope != {"rope_type": "default"}:
-            inner["rope_scaling"] = rope
+            inner["rope_scaling"] = _as_spelled(
+                rope, inner.get("rope_scaling") or {}, entry, context
+            )
         elif "rope_scaling" in inner:
             inner["rope_scaling"] = None
     elif layer_type in inner["rope_parameters"]:
@@ -249,6 +253,31 @@ def replace_rope(
                 f"those of {layer_type!r}; write rope_parameters nested by layer type instead"
             )
     return document
+
+
+def _as_spelled(
+    rope: dict[str, JSON], old: Mapping[str, JSON], config: Config, context: int
+) -> dict[str, JSON]:
+    """Return a `rope_scaling` whose type stands under the key that the old one has for it.
+
+    A model with its trained length beside it (Phi-3) wants `type`, and in transformers 4 nothing
+    else but the two lists: a length and a factor that are said beside them are left out.
+
+    >>> _as_spelled({"rope_type": "yarn", "factor": 4.0}, {"type": "linear"}, choose({}), 4096)
+    {'type': 'yarn', 'factor': 4.0}
+    """
+    trained = "original_max_position_embeddings"
+    is_beside = trained in config.model
+    names = [name for name in ("rope_type", "type") if name in old]
+    names = names or ["type" if is_beside else "rope_type"]
+    own, name = old.get("type"), rope["rope_type"]
+    keeps_name = own in ("su", "mrope") and ALIASES[own] == name  # some programs know no other
+    spelled = {each: own if each == "type" and keeps_name else name for each in names}
+    said = {trained: rope.get(trained), "factor": context / rope.get(trained, context)}
+    return spelled | {
+        key: value for key, value in rope.items() if key != "rope_type"
+        and not (is_beside and key not in old and said.get(key) == value)
+    }  # fmt: skip
 
 
 def _differences(one: Rotary | None, other: Rotary) -> str:
