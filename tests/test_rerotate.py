@@ -364,6 +364,14 @@ def test_fractional_positions_are_moved(name):
     assert_pairs_close(back, as_complex(cached, spec), spec, 2 * ONE + 6e-7)
 
 
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_a_shift_by_half_a_token_is_a_move_to_positions_with_halves(convert):
+    k = convert(normal(2, 3, 8))
+    moved = rerotate(k, SPEC, np.zeros(3), np.full(3, 0.5))
+    for out in (None, k):
+        assert bool((rerotate(k, SPEC, shift=0.5, out=out) == moved).all())
+
+
 def test_negative_positions_are_moved_when_they_are_meant():
     x = normal(3, 8)
     where, target = np.array([-5, 2, -(2**40)]), np.array([3, -2, 8])

@@ -77,8 +77,9 @@ def rerotate(
     to_positions    the same, with the axes of `new_spec`
     new_spec        default `spec`; head_dim, rotary_dim, start and out_layout must be those of
                     `spec`. Base, schedule, params, axes and sign may differ.
-    shift           tokens to move by, in place of both positions: whole numbers, also negative; one
-                    number for all tokens, or an array of the shape of the positions
+    shift           tokens to move by, in place of both positions: whole numbers, also negative, or
+                    fractions as float64; one number for all tokens, or an array of the shape of the
+                    positions
     blocks          (n,) indices of the first axis of k, each once: only these are moved. Then k is
                     a paged cache, (blocks, block, heads, head_dim) or (blocks, heads, block,
                     head_dim), a flat one, (slots, heads, head_dim), or rows of latents, (blocks,
