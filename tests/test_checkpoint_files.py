@@ -96,6 +96,10 @@ def test_a_folder_gives_its_shards_sidecars_and_what_is_left(tmp_path):
         (b"\x1f\x8b" + bytes(100), "gzip"),
         (b"<!DOCTYPE html><html></html>" + bytes(100), "web page"),
         (b"GGUF" + bytes(100), "GGUF"),
+        *(
+            (text + b'"model_type": "llama"}', "JSON, as a config")
+            for text in (b"{", b"{\r\n", b"{ ")
+        ),
         (struct.pack("<Q", 2**62) + bytes(100), str(MAX_HEADER_BYTES)),
         (struct.pack("<Q", MAX_HEADER_BYTES + 1) + bytes(100), str(MAX_HEADER_BYTES)),
         (struct.pack("<Q", 101) + bytes(100), "truncated"),

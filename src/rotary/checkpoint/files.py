@@ -2,8 +2,7 @@
 
 Of the weights only the headers are read here, strictly: a file that breaks the format is an error,
 as are a link that leads out of the folder, an index that does not fit its shards and an unfinished
-conversion. Nothing is ever unpickled or imported.
-Source of the format: the README of safetensors 0.8.
+conversion. Nothing is ever unpickled or imported. Format: the README of safetensors 0.8.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ BITS = {
     "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 # first bytes of files that are not safetensors, whatever their name -> what they are
-FOREIGN = {
+FOREIGN: dict[bytes | tuple[bytes, ...], str] = {
     b"version https://git-lfs": "a git-lfs pointer, not the weights; run `git lfs pull`",
     b"PK\x03\x04": "a zip file, as torch.save writes; convert it to safetensors first",
     b"\x80\x02": "a pickle; convert it to safetensors first, it is never unpickled here",
@@ -43,6 +42,7 @@ FOREIGN = {
     b"GGUF": "a GGUF file; convert it to safetensors first",
     b"\x93NUMPY": "a NumPy file; convert it to safetensors first",
     b"<": "a web page; the download went wrong",
+    (b'{"', b"{\n", b"{\r", b"{ "): "JSON, as a config or an index; give the folder it is in",
 }
 NAMES_SHOWN = 5
 
