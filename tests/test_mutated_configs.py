@@ -181,6 +181,20 @@ def test_an_entry_without_a_share_where_code_or_class_has_one(name, kind, pairs)
     read_as_transformers(data, kind)
 
 
+@compared
+def test_a_type_in_an_entry_of_neomme_is_not_read_beside_a_missing_rope_type():
+    """The class adds rope_type default first: the entry was read as linear, and it is plain."""
+    entry = {"rope_theta": 1e4, SHARED: 1.0}
+    scaled = {"type": "linear", "factor": 4.0, **entry}
+    entries = {"full_attention": scaled, "sliding_attention": {"rope_type": "default", **entry}}
+    data = {"model_type": "neomme", "rope_parameters": entries}
+    assert against.numbers(data, "full_attention", None).inv_freq[0] == 1
+    with pytest.raises(ValueError, match="'full_attention' needs rope_type"):
+        rotary.from_hf_config(data, "full_attention")
+    scaled["rope_type"] = "linear"
+    read_as_transformers(data, "full_attention")
+
+
 LISTS = {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
 PHI3_YARN = {"model_type": "phi3", "rope_scaling": {"type": "yarn", **LISTS}}
 

@@ -212,7 +212,7 @@ CODE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"mrope": "interleaved", "nested": True},
     "mimo_v2_flash": {"needed_nested": [SHARE]},  # its code and its class have different defaults
     "neomme": {
-        "needed_nested": [SHARE],
+        "needed_nested": [SHARE, "rope_type"],  # its class reads no `type`
         "axes": "turns of one ladder", "num_axes": 2,
         "layer_names": {kind: {THETA: THETA} for kind in ("full_attention", "sliding_attention")},
     },
