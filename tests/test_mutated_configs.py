@@ -351,7 +351,7 @@ def test_inspect_prints_a_broken_file_or_one_line_of_error(tmp_path, capsys, mon
 COMPOSITES = [
     name
     for name, model in MODELS.items()
-    if not set(model) - {"parts", "beside_parts", "own_text"}
+    if not set(model) - {"parts", "beside_parts", "own_text", "text_defaults"}
     and set(model["parts"]) & set(entries.TEXT_PARTS)
 ]
 
@@ -391,6 +391,18 @@ def test_fuyu_files_that_transformers_reads_in_part():
     ):
         with pytest.raises(ValueError, match=f"needs text_config: the config has none but {key} "):
             from_hf_config({**flat, key: value})
+
+
+@compared
+@pytest.mark.parametrize("name", ["glmasr", "voxtral", "voxtral_realtime"])
+@pytest.mark.parametrize("text", [
+    {"vocab_size": 99}, {"rope_theta": 77_777.0}, {"head_dim": 64},
+    {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 77_777.0},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 77_777.0}},
+])  # fmt: skip
+def test_what_a_class_adds_to_the_text_of_a_file_is_read(name, text):
+    """Voxtral without rope_theta has base 1e8, and was read with that of Llama, 10,000."""
+    read_as_transformers({"model_type": name, "text_config": text})
 
 
 @compared

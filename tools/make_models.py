@@ -311,6 +311,8 @@ OWN_TEXTS = (
     "ernie4_5_vl_moe", "got_ocr2", "lighton_ocr", "mistral3", "moss_transcribe_diarize",
     "omniasr", "pp_chart2table", "voxtral", "voxtral_realtime",
 )  # fmt: skip
+# those whose class also adds its own defaults to a text part that a file has
+ADDS_TO_TEXT = ("glmasr", "voxtral", "voxtral_realtime")
 ROPES = ("rope_parameters", "rope_scaling")
 # values that no class has where it is silent
 BESIDE: dict[str, Any] = {
@@ -370,6 +372,11 @@ def main() -> None:
                 table[name]["beside_parts"] = keys
     for name in OWN_TEXTS:
         table[name]["own_text"] = True
+    for name in ADDS_TO_TEXT:
+        spec = transformers.CONFIG_MAPPING[name].sub_configs_defaults["text_config"]
+        table[name]["text_defaults"] = {
+            key: value for key, value in spec.init_kwargs.items() if key in (*BESIDE, *ROPES)
+        }
     lines = [f" {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{len(table)} model types in {TABLE.name}")

@@ -58,6 +58,7 @@ from .record import Config
 #   parts                         key and model_type of each part of a model with parts
 #   beside_parts                  keys outside of the parts, read where there is no text part
 #   own_text                      without a text part in the file, the class has other defaults
+#   text_defaults                 what the class adds to a text part where the file is silent
 #   weights                       of its tensors, for `rotary.checkpoint`: see tools/make_models.py
 MODELS: dict[str, Model] = json.loads(Path(__file__).with_name("models.json").read_text())
 # model types of transformers whose code has no rotation
@@ -66,7 +67,7 @@ _WITHOUT_ROPE = json.loads(Path(__file__).with_name("without_rope.json").read_te
 TEXT_PARTS = (
     "text_config", "thinker_config", "llm_config", "language_config", "decoder_config", "decoder",
 )  # fmt: skip
-_OF_PARTS = {"parts", "beside_parts", "own_text"}
+_OF_PARTS = {"parts", "beside_parts", "own_text", "text_defaults"}
 _TEXT_KEYS = re.compile(
     "rope|rotary|hidden_size|num_attention_heads|head_dim|max_position|layer_types"
 )
@@ -267,6 +268,11 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
         inner = {each: data[each] for each in data if each not in of_parts}
     if not isinstance(inner, Mapping):
         raise ValueError(f"{key} must be an object, got {brief(inner)}")
+    if key in TEXT_PARTS and data.get(key):
+        added = dict(model.get("text_defaults", {}))
+        if inner.get("rope_scaling"):  # the class of the text takes it instead
+            added.pop("rope_parameters", None)
+        inner = {**added, **inner}
     if not inner.get("model_type") or inner["model_type"] == name:  # none, or that of the whole
         inner = {**inner, "model_type": of_parts[key]}
     return _part(inner, part_inside(inner))
