@@ -347,6 +347,14 @@ def test_it_says_where_the_keys_go(name, kind, words):
     assert words is None or words in found.reason
 
 
+@pytest.mark.parametrize(("name", "is_told"), [("glm-4.5v", True), ("qwen2-vl-7b", False)])
+def test_a_scaling_where_no_angle_is_new_says_to_measure_without_it(name, is_told):
+    """Its slowest pair turns once in 47,117 tokens, and 65,536 were trained."""
+    found = recommend_model(json.loads((CONFIGS / f"{name}.json").read_text()), 131072)
+    assert found.action == "scaling"
+    assert ("No angle is new at this length" in found.reason) == is_told
+
+
 def test_the_share_of_bases_that_pass_is_told_of_the_bases_that_were_tested():
     """It stood for the bases between the smallest and the safe one, of which 5 % pass."""
     found = plan(1024, Rotary(head_dim=128))

@@ -195,6 +195,8 @@ def _of_scaling(result: Recommendation) -> Iterator[str]:
             f"Without scaling, {_share(plain.unseen)} of the angles at {context:,} tokens did not "
             f"occur in training, with {name} {_share(unseen)}."
         )
+        if plain.unseen < 5e-4:
+            yield "No angle is new at this length, so measure the model without scaling first."
     yield (
         f"Use {name} with factor {factor:g}. If you can, fine-tune on long documents (a few "
         "hundred steps are common); without it expect some loss."
