@@ -321,6 +321,15 @@ def test_a_shift_on_several_axes():
         np.testing.assert_array_equal(moved[block], wanted)
     one = rerotate(cache, spec, blocks=BLOCKS, shift=[1, 2, 3])
     np.testing.assert_array_equal(one[7], moved[7])
+    check_in_place(moved, cache, spec, shift)
+
+
+def check_in_place(wanted, cache, spec, shift, **more):
+    """In place there is a quicker way, for one axis and for frequencies without a length alone."""
+    for engine in (np.asarray, torch.from_numpy):
+        own = engine(cache.copy())
+        rerotate(own, spec, blocks=BLOCKS, shift=engine(shift), out=own, **more)
+        np.testing.assert_array_equal(np.asarray(own), wanted)
 
 
 @pytest.mark.parametrize("seq_dim", [-3, -2])
@@ -351,6 +360,7 @@ def test_lengths_of_dynamic_specs_are_asked_for_and_used():
     moved = rerotate(cache, spec, blocks=BLOCKS, shift=SHIFT, seq_len=50)
     custom = Rotary(32, schedule="custom", params={"inv_freq": rotary.inv_freq(spec, 50)[0]})
     np.testing.assert_array_equal(moved, rerotate(cache, custom, blocks=BLOCKS, shift=SHIFT))
+    check_in_place(moved, cache, spec, SHIFT, seq_len=50)
 
 
 # --- torch ---
