@@ -209,6 +209,29 @@ def test_distances_of_positions_without_a_sign_are_those_of_others(library):
     np.testing.assert_array_equal(ours, wanted)
 
 
+def test_attention_is_compiled_and_exported_by_torch():
+    """It made specs while torch.compile recorded it, which is an error of Dynamo."""
+    pytest.importorskip("torch")
+    torch._dynamo.reset()
+    spec = Rotary(head_dim=8, rotary_dim=4, layout="interleaved", out_layout="half")
+
+    def attention(q, k, distances):
+        return distance_attention(q, k, k, spec, distances, q_positions=torch.arange(q.shape[-2]))
+
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="eager")
+    for seq, distances in ((7, leaky_rerope(5, 4)), (9, leaky_rerope(5, 4)), (9, rerope(3))):
+        q, k = torch.from_numpy(draw(2, 4, seq, 8)), torch.from_numpy(draw(2, 2, seq, 8))
+        torch.testing.assert_close(compiled(q, k, distances), attention(q, k, distances))
+
+    class Block(torch.nn.Module):
+        def forward(self, q, k):
+            return attention(q, k, self_extend(4, 2))
+
+    for strict in (False, True):
+        program = torch.export.export(Block(), (q, k), strict=strict).module()
+        torch.testing.assert_close(program(q, k), Block()(q, k))
+
+
 def test_what_makes_no_sense_is_refused():
     for window in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="window must be a whole number >= 1"):

@@ -63,9 +63,10 @@ def positions_of_both(
     array([5, 6, 7])
     """
     pair = positions_of(q_positions, q), positions_of(k_positions, k)
-    xp = next((namespace(p) for p in pair if not isinstance(p, np.ndarray)), None)
-    if xp is None or xp.__name__ != "jax.numpy":
+    others = [namespace(each) for each in pair if not isinstance(each, np.ndarray)]
+    if not others or others[0].__name__ != "jax.numpy":
         return pair
+    xp = others[0]
     limit = xp.iinfo(widest(xp)).max
     if any(isinstance(each, np.ndarray) and (abs(each) > limit).any() for each in pair):
         raise ValueError(

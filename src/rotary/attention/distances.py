@@ -7,9 +7,11 @@ scores come from a rotation too, by other angles, so two score matrices are enou
 
 import dataclasses
 import math
+import types
 
 from ..angles import inv_freq
 from ..kernels.place import Place
+from ..kernels.private import recorded_as
 from ..rotate import apply
 from ..spec import Rotary, check_spec, check_whole, unwrapped
 from ..words import brief
@@ -44,6 +46,8 @@ class DistanceMap:
     window: int
     slope: float = 1.0
     group: int = 1
+    # as text, because torch.compile(dynamic=True) takes numbers for unknown ones
+    _slope_and_shift: str = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("window", "group"):
@@ -51,6 +55,7 @@ class DistanceMap:
             check_whole(name, getattr(self, name))
         if not 0 <= self.slope <= 1:
             raise ValueError(f"slope must be in [0, 1], got {self.slope!r}")
+        object.__setattr__(self, "_slope_and_shift", f"{self.slope!r} {self.shift!r}")
 
     def __call__(self, q_positions: Array, k_positions: Array) -> Array:
         """Return the mapped distances of query and key positions, which are broadcast."""
@@ -151,10 +156,7 @@ def distance_attention(
     m, n = positions_of_both(q_positions, q, k_positions, k)
     k, v = per_query_head(q, k), per_query_head(q, v)
     q, k = at_least_float32(q), at_least_float32(k)
-    frequencies, factor = inv_freq(spec)
-    far_spec = _with_frequencies(spec, distances.slope * frequencies, float(factor))
-    shift_spec = _with_frequencies(spec, distances.shift * frequencies, 1.0)
-    shift_spec = dataclasses.replace(shift_spec, layout=spec.out_layout)
+    far_spec, shift_spec = _far_specs(spec, distances._slope_and_shift)
     far_q, far_k, near_q, near_k = (
         apply(each, x, positions=where, seq_dim=-2, allow_negative=allow_negative)
         for each, x, where in (
@@ -169,6 +171,33 @@ def distance_attention(
     near, far = near_q @ near_k.swapaxes(-1, -2), far_q @ far_k.swapaxes(-1, -2)
     scores = namespace(q).where(per_head(m - n < distances.window, q.ndim), near, far)
     return weighted(scores / math.sqrt(q.shape[-1]), per_head(n <= m, q.ndim), v)
+
+
+_recorded = types.SimpleNamespace()  # the specs of compiled programs, each pair an attribute
+
+
+def _record_specs(spec: Rotary, slope_and_shift: str) -> str:
+    specs = _far_specs(spec, slope_and_shift)
+    name = f"specs_{id(specs)}"
+    setattr(_recorded, name, specs)
+    return name
+
+
+def _recorded_specs(spec: Rotary, slope_and_shift: str) -> tuple[Rotary, Rotary]:
+    """Do what `_far_specs` does, in steps that torch.compile can record: it makes no spec."""
+    text = slope_and_shift.strip()  # an attribute is a constant after any operation on it
+    specs: tuple[Rotary, Rotary] = getattr(_recorded, spec.constant(_record_specs, text))
+    return specs
+
+
+@recorded_as(_recorded_specs)
+def _far_specs(spec: Rotary, slope_and_shift: str) -> tuple[Rotary, Rotary]:
+    """Return the spec of distances beyond the window, and that of the shift of q."""
+    slope, shift = map(float, slope_and_shift.split())
+    frequencies, factor = inv_freq(spec)
+    far_spec = _with_frequencies(spec, slope * frequencies, float(factor))
+    shift_spec = _with_frequencies(spec, shift * frequencies, 1.0)
+    return far_spec, dataclasses.replace(shift_spec, layout=spec.out_layout)
 
 
 def _with_frequencies(spec: Rotary, frequencies: Array, factor: float) -> Rotary:
