@@ -686,6 +686,24 @@ def test_a_compiled_program_takes_a_length_for_every_row():
         torch.testing.assert_close(fast(q, lengths), turned(q, lengths), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "makes",
+    [
+        lambda x: rotary.apply(rotary.Rotary(head_dim=8), x),
+        lambda x: x + torch.from_numpy(rotary.attention.sinusoidal(np.arange(5), 8)),
+    ],
+)
+def test_a_spec_is_made_outside_of_a_compiled_program(makes):
+    """Dynamo said that it cannot handle the fields of a dataclass."""
+    torch._dynamo.reset()
+    x = Torch.array(X)
+    words = "a Rotary is made: make it, or call the function that makes it, outside"
+    if not torch.__version__.startswith("2.8."):  # Dynamo of torch 2.8 hides what an error says
+        with pytest.raises(Exception, match=words):
+            torch.compile(makes, fullgraph=True, backend="eager")(x)
+    torch.testing.assert_close(torch.compile(makes, backend="eager")(x), makes(x))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_of_any_length_asks_for_the_length(strict):
     module = Module(lambda q: rotary.apply(BY_LENGTH["dynamic"], q))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeGuard, TypeVar
 
+from .kernels.private import is_recorded_by_dynamo
 from .layouts import check as check_layout
 from .schedules import SCHEDULES, depends_on_length, parameters
 from .strict_json import JSON, parsed
@@ -60,6 +61,11 @@ class Rotary:
     sign: int = 1
 
     def __new__(cls, *args: object, **fields: object) -> "Rotary":
+        if is_recorded_by_dynamo():
+            raise TypeError(
+                "torch.compile does not record how a Rotary is made: make it, or call the function "
+                "that makes it, outside of the compiled function"
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:

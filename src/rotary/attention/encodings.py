@@ -23,6 +23,7 @@ def sinusoidal(positions: Numbers, dim: int, base: float = 10_000.0) -> npt.NDAr
     p[2t] = sin(position / base^(2t/dim)), p[2t + 1] = cos of the same angle. It is added to the
     token embeddings, before W_q, W_k and W_v. Its inner product depends on distance alone:
     p_m . p_n = sum_t cos((m - n) base^(-2t/dim)).
+    It is made on the host: call it outside of functions that torch.compile or jax.jit compile.
     Raises TypeError and ValueError for positions that `rotary.cos_sin` refuses, except negative.
     Source: Vaswani et al. (arXiv 1706.03762), section 3.5.
 

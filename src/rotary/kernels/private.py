@@ -76,3 +76,9 @@ def is_recorded_by_torch() -> bool:
     # another thread may be in the middle of importing torch
     compiler = getattr(sys.modules.get("torch"), "compiler", None)
     return compiler is not None and bool(compiler.is_compiling())
+
+
+@recorded_as(lambda: True)
+def is_recorded_by_dynamo() -> bool:
+    """Whether Dynamo, the first stage of torch.compile, records this line; not what it calls."""
+    return False
