@@ -10,6 +10,7 @@ import torch
 from libraries import of_transformers
 from programs import alone
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rotary
 from rotary import KVCache, Norm, Rotary, fused
@@ -336,6 +337,45 @@ def test_a_cache_inside_vmap_is_refused(is_compiled):
     with pytest.raises(Exception, match=words):
         mapped(KEY[None])
     assert not memory.any()
+
+
+def cached_step(q, k, keys, values, slots, key_scales=1.0, value_scales=1.0):
+    """A step whose cache is written by the formula, as by a compiler."""
+    cache = KVCache(keys, values, slots, key_scales, value_scales)
+    return fused(q, k, 2 * k, SPECS["half"], cache=cache, seq_dim=0)[0]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float8_e4m3fn"])
+def test_a_recorded_step_writes_the_slots_of_its_call(kind):
+    """How many tokens have a slot ended in a size that only the program knows, read from a GPU."""
+    q, k = torch.randn(5, 4, 64), torch.randn(5, 2, 64)
+    scales = [torch.ones(8, 4, 2)] * 2 if kind == "float8_e4m3fn" else []
+    memory = [torch.randn(8, 4, 2, 64).to(getattr(torch, kind)) for _ in "kv"]
+
+    def given(slots):
+        return q, k, *[x.clone() for x in memory], torch.tensor(slots), *[x.clone() for x in scales]
+
+    class Step(torch.nn.Module):
+        def forward(self, *given):
+            return cached_step(*given)
+
+    program = torch.export.export(Step(), given([7, -1, 2, 0, 9]), strict=False)
+    assert not program.range_constraints
+    recorded = program.module()
+    for slots in ([7, -1, 2, 0, 9], [-1, 30, -1, 0, -1], [-1] * 5, [3, 3, -1, 4, -1], range(5)):
+        ours, wanted = given(list(slots)), given(list(slots))
+        torch.testing.assert_close(recorded(*ours), cached_step(*wanted))
+        for x, y in zip(ours[2:], wanted[2:], strict=True):
+            torch.testing.assert_close(x.float(), y.float())
+
+
+def test_a_cache_of_tensors_without_values():
+    """Which tokens have a slot is in no tensor: torch refused `nonzero`."""
+    sizes = (5, 4, 64), (5, 2, 64), (16, 2, 64), (16, 2, 64)
+    given = *[torch.ones(size) for size in sizes], torch.arange(5)
+    assert cached_step(*[x.to("meta") for x in given]).shape == (5, 4, 64)
+    with FakeTensorMode() as mode:
+        assert cached_step(*map(mode.from_tensor, given)).shape == (5, 4, 64)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])

@@ -213,27 +213,38 @@ def _numbers(scale: object) -> Operand | None:
 
 
 class Update(NamedTuple):
-    """New values for the slots of a cache, and their scales if these are written too."""
+    """New values for the slots of a cache, and their scales if these are written too.
+
+    If no token has a slot, `where` is the first slot, which keeps what it holds.
+    """
 
     to: Write
     where: tuple[Tensor, ...]
+    has_slots: Tensor
     values: Tensor
     scales: Tensor | None
 
 
 def into_cache(k: Tensor, v: Tensor | None, cache: Cache, fitted: Fit) -> list[Update]:
-    """Return the updates that write k and v of each token to its slot, if it is not negative."""
+    """Return the updates that write k and v of each token to its slot, if it is not negative.
+
+    A token without a slot repeats the last that has one, which does not change what is written: how
+    many have one is not known to a compiler, nor without a wait for a GPU.
+    """
     slots = slots_of(cache.slots, k)
     made = cache_writes(LIBRARY, k, v, slots, cache, fitted)
     slots = slots.reshape(-1).long()
     numbers = host_values(slots)
     highest = int(numbers.max()) if numbers is not None and len(numbers) else None
-    kept = slots >= 0
+    has_slot, tokens = slots >= 0, torch.arange(len(slots), device=slots.device)
+    last = (tokens * has_slot).max() if len(slots) else 0
+    tokens = torch.where(has_slot, tokens, last)
+    slots = slots[tokens].clamp(min=0)
     updates = []
     for each in made:
-        where = slot_indices(each, slots[kept], highest)
-        values, scales = stored(LIBRARY, each._replace(values=each.values[kept]))
-        updates.append(Update(each, where, values, scales))
+        where = slot_indices(each, slots, highest)
+        values, scales = stored(LIBRARY, each._replace(values=each.values[tokens]))
+        updates.append(Update(each, where, has_slot.any(), values, scales))
     return updates
 
 
@@ -250,16 +261,21 @@ def _written(
         check_outputs(tensors, read, out)
     if not is_watched():
         check_writable([*read, *(out or ())], written_to(cache), in_place=False)
-    for to, where, values, scales in updates:
+    for to, where, has_slots, values, scales in updates:
         if scales is not None:
-            to.scale[where] = scales.to(to.scale.dtype)
+            _write(to.scale, where, has_slots, scales.to(to.scale.dtype))
         if to.cache.itemsize == 1:  # torch can index bytes, but not float8
-            to.cache.view(torch.uint8)[where] = values.view(torch.uint8)
+            _write(to.cache.view(torch.uint8), where, has_slots, values.view(torch.uint8))
         else:
-            to.cache[where] = values
+            _write(to.cache, where, has_slots, values)
     if out is None:
         return list(results)
     for y, result in zip(out, tensors, strict=True):
         y.copy_(result)
     done = iter(out)
     return [None if result is None else next(done) for result in results]
+
+
+def _write(to: Tensor, where: tuple[Tensor, ...], has_slots: Tensor, values: Tensor) -> None:
+    first = to[tuple([index[:1] for index in where])]
+    to[where] = torch.where(has_slots, values, first)
