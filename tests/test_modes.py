@@ -704,6 +704,20 @@ def test_a_spec_is_made_outside_of_a_compiled_program(makes):
     torch.testing.assert_close(torch.compile(makes, backend="eager")(x), makes(x))
 
 
+@pytest.mark.parametrize("positions", [np.arange(5), range(5), [0.5, 1e6, 2.0, 3.0, 4.0]])
+def test_a_compiled_program_makes_tables_of_positions_that_are_no_tensor(positions):
+    """Dynamo knows no dtype of an array, and without fullgraph it failed inside the loops."""
+    torch._dynamo.reset()
+
+    def tables(x):
+        cos, sin = rotary.cos_sin(SPEC, positions)
+        return rotary.rotate(x, torch.from_numpy(cos), torch.from_numpy(sin), SPEC)
+
+    x = Torch.array(X)
+    fast = torch.compile(tables, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(fast(x), tables(x), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_of_any_length_asks_for_the_length(strict):
     module = Module(lambda q: rotary.apply(BY_LENGTH["dynamic"], q))

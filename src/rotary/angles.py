@@ -28,6 +28,7 @@ from .kernels import (
     is_symbolic,
     is_traced,
     kernel_of,
+    recorded_by_torch,
 )
 from .kernels.geometry import check_axes
 from .kernels.numpy import of_list
@@ -136,11 +137,14 @@ def cos_sin(
         positions = of_list(positions)
     elif positions is None or isinstance(positions, (int, float, str)):
         check_positions(positions)
+    make = partial(
+        cos_sin, spec, precision=precision, allow_negative=allow_negative, max_bytes=max_bytes
+    )
+    if (tensor := recorded_by_torch(positions)) is not None:
+        cos, sin = make(tensor, seq_len=seq_len)
+        return cos.numpy(), sin.numpy()
     library = kernel_of(positions)
     if library.on_shards is not None:
-        make = partial(
-            cos_sin, spec, precision=precision, allow_negative=allow_negative, max_bytes=max_bytes
-        )
         return library.on_shards(make, positions, spec.num_axes, seq_len, spec.depends_on_length)
     local = library.to_numpy(positions) if precision == "exact" else None
     kernel: SomeKernel = library if local is None else host()
@@ -168,8 +172,7 @@ def sequence_cos_sin(
         positions = kernel.namespace.broadcast_to(kernel.arange(like, seq), (len(seq_len), seq))
         return cos_sin(spec, positions, precision, seq_len)
     length = _known_length(spec, seq if seq_len is None else seq_len)
-    device = kernel.device_key(like)
-    if device is None:
+    if (device := kernel.device_key(like)) is None:
         return cos_sin(spec, kernel.arange(like, seq), precision, length)
     # round up to a power of two: a few cached sizes serve every length
     rows = seq if spec.depends_on_length else 1 << max(seq - 1, 255).bit_length()
@@ -365,8 +368,7 @@ def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
     check_axes(spec.num_axes, shape)
     if all(isinstance(size, int) for size in shape):
         rows = math.prod(shape[:-1] if spec.num_axes > 1 else shape)
-        size = 4 * spec.rotary_dim * rows
-        if size > max_bytes:
+        if (size := 4 * spec.rotary_dim * rows) > max_bytes:
             raise ValueError(
                 f"tables of {rows:,} positions take {size:,} bytes, over max_bytes = "
                 f"{max_bytes:,}; build them in parts or raise max_bytes"
@@ -376,8 +378,7 @@ def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
 def check_range(kind: str, low: float | None, high: float | None, allow_negative: bool) -> None:
     if low is None or high is None:
         return
-    size = max(abs(low), abs(high))
-    if not math.isfinite(size):
+    if not math.isfinite(size := max(abs(low), abs(high))):
         raise ValueError("positions must be finite")
     if low < 0 and not allow_negative:
         raise ValueError(

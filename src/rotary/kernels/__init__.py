@@ -178,6 +178,20 @@ KERNELS: dict[str, Callable[[], SomeKernel]] = {
 }
 kernels_by_type: dict[type, SomeKernel] = {}  # filled as arrays come
 
+
+def _as_tensor(array: object) -> object:
+    return _torch().namespace.as_tensor(array) if isinstance(array, np.ndarray) else None
+
+
+@recorded_as(_as_tensor)
+def recorded_by_torch(array: object) -> Any:
+    """Return None; of a NumPy array while torch.compile records, which takes it for a tensor, that.
+
+    >>> recorded_by_torch(np.arange(3))
+    """
+    return None
+
+
 # (q, k, v, cos, sin, positions, options, stages, out) -> what `rotary.fused` returns
 Fused = Callable[..., tuple[Operand, Operand, Operand]]
 
