@@ -245,6 +245,20 @@ def test_no_position_up_to_a_million_is_off(tmp_path, first, step, spec):
     assert abs(ours.numpy() - wanted).max() <= 2e-7  # half an ulp of two products and a sum
 
 
+def test_packed_sequences_are_rotated_at_their_own_positions(tmp_path):
+    """ONNX has no searchsorted, which finds the sequence of a token elsewhere."""
+
+    def rotate(x, bounds):
+        positions = rotary.positions.packed(bounds, seq_len=x.shape[-2])
+        return rotary.apply(HALF, x, positions=positions)
+
+    args, shapes = (draw(1, 2, 7, 64), torch.tensor([0, 3, 3, 7])), ({2: SEQ}, {0: BATCH})
+    model = exported(tmp_path, Call(rotate), args, dynamic_shapes={"inputs": shapes})
+    for bounds in ([0, 3, 3, 7], [0, 1, 9], [0, 0, 2, 6, 11, 11]):
+        x, bounds = draw(1, 2, bounds[-1], 64, seed=1), torch.tensor(bounds)
+        assert_near(run(model, x, bounds), [rotate(x, bounds)])
+
+
 def test_one_operator_for_each_array_or_none(dynamic):
     _, *arrays = [each.name for each in dynamic.graph.input]
     found = {node.input[0]: node for node in operators(dynamic)}

@@ -185,7 +185,7 @@ def _as_tensor(array: object) -> object:
 
 @recorded_as(_as_tensor)
 def recorded_by_torch(array: object) -> Any:
-    """Return None; of a NumPy array while torch.compile records, which takes it for a tensor, that.
+    """Return the tensor that torch.compile makes of a NumPy array; None in an ordinary call.
 
     >>> recorded_by_torch(np.arange(3))
     """
