@@ -173,3 +173,15 @@ def test_coefficients_and_positions_that_do_not_fit_are_refused():
         for coefficients in (learned, torch.from_numpy(learned)):
             with pytest.raises(ValueError, match=f"positions must be whole.*{re.escape(found)}"):
                 fourier_cos_sin(SPEC, coefficients, wrong)
+
+
+def test_torch_compiles_the_tables():
+    """The check of the frequencies was recorded, which is an error of Dynamo."""
+    torch._dynamo.reset()
+    spec, coefficients = Rotary(head_dim=8), torch.ones(2, 4, 4, 4)
+
+    def tables(positions):
+        return fourier_cos_sin(spec, coefficients, positions)
+
+    compiled = torch.compile(tables, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(torch.arange(6)), tables(torch.arange(6)))

@@ -827,9 +827,9 @@ JAX arrays are immutable, so every `out=` is a TypeError there.
 ## Other functions
 
 - `cos_sin`, `fused`, `rerotate`, and the functions of `rotary.positions` and `rotary.attention` can
-  be compiled and exported as well, with three exceptions: torch.compile and strict torch.export do
-  not record `prepare`, `attention.fourier_cos_sin`, and a rank of `positions.shard` that is a
-  tensor. `positions.packed`, and `shard` with `cu_seqlens`, need the number of tokens there.
+  be compiled and exported as well, with two exceptions: torch.compile and strict torch.export do
+  not record `prepare`, nor a rank of `positions.shard` that is a tensor. `positions.packed`, and
+  `shard` with `cu_seqlens`, need the number of tokens there.
 - `torch.jit.trace` does not record `positions.draft`, nor a cache of 8 bits that `rerotate` moves.
 - A `Rotary` is made outside of a function that torch.compile or strict torch.export records, and so
   is what makes one: `from_hf_config`, `attention.sinusoidal`. With `fullgraph=True` that is an

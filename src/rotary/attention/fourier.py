@@ -84,7 +84,9 @@ def fourier_cos_sin(
     >>> cos.shape, cos[0, 0, :, 3].tolist(), sin[0, 0, :, 3].tolist()
     ((1, 2, 5, 4), [1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0])
     """
-    xp, pairs = namespace(coefficients), len(_frequencies(spec))
+    check_spec(spec)
+    spec.constant(_frequencies)  # for its errors: torch.compile does not record it
+    xp, pairs = namespace(coefficients), spec.rotary_dim // 2
     shape = tuple(coefficients.shape)
     if len(shape) != 4 or shape[0] != 2 or max(shape[2:]) > pairs:
         raise ValueError(
