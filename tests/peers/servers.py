@@ -148,6 +148,8 @@ def rows_of_modules(name, model, text, seq_len=None):
     rows, types = {}, getattr(text, "layer_types", None)
     if hasattr(text, "compress_ratios"):
         types = ["compress" if ratio > 1 else "main" for ratio in text.compress_ratios]
+    elif text.model_type == "deepseek_v4":  # its rope_parameters are nested by these two
+        types = ["main" if each == "sliding_attention" else "compress" for each in types]
     for module, layers in rotary_modules(model):
         row = turning(module, seq_len)
         labels = {types[layer] for layer in layers} if types else {None}

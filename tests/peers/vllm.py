@@ -22,8 +22,9 @@ import servers
 
 measure.leave_this_folder()
 
-os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", GLOO_SOCKET_IFNAME="lo",
-                  TRANSFORMERS_VERBOSITY="error", VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")  # fmt: skip
+os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1",
+                  GLOO_SOCKET_IFNAME="lo", TRANSFORMERS_VERBOSITY="error",
+                  VLLM_ALLOW_LONG_MAX_MODEL_LEN="1")  # fmt: skip
 import torch  # noqa: E402
 
 # torchvision from the registry is built for CUDA: once its two operators exist it imports

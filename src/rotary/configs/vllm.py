@@ -13,7 +13,7 @@ def to_vllm(spec: Rotary, *, max_position_embeddings: int | None = None) -> dict
     attention_factor there. `max_position_embeddings` and errors as in `to_hf_config`. Also raises
     ValueError for what vLLM cannot compute: dynamic, which it computes as plain RoPE, and
     proportional with a factor, which it drops.
-    Source: vLLM 0.32, started with such dicts: tests/golden/peers/to_vllm.json.
+    Source: vLLM 0.33, started with such dicts: tests/golden/peers/to_vllm.json.
 
     >>> to_vllm(Rotary(head_dim=64, base=5e5))
     {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0}}

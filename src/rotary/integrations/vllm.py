@@ -23,7 +23,7 @@ vLLM's own code computes calls of a form that is not known here. The log says so
 This file imports no Numba: at its start, vLLM without Triton looks into every module that is
 loaded, and an object of llvmlite does not survive that. The first rotation, later, may.
 
-Interface: vLLM 0.32, `model_executor/custom_op.py` and `model_executor/layers/rotary_embedding`.
+Interface: vLLM 0.33, `model_executor/custom_op.py` and `model_executor/layers/rotary_embedding`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 computes from a config."""
+"""What vLLM 0.33 computes from a config."""
 
 from ..schedules import yarn_amplitude
 from . import rules, transformers
@@ -87,7 +87,7 @@ _DIR = "layers/rotary_embedding/"
 _PATCH = "transformers_utils/config.py, patch_legacy_rope_type"
 VLLM = Program(
     "vLLM",
-    "0.32",
+    "0.33",
     {
         "default": (rules.plain, f"{_DIR}base.py, _compute_inv_freq"),
         "mrope": (rules.legacy_mrope, _PATCH),
