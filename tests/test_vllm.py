@@ -37,6 +37,7 @@ def vllm(tmp_path, monkeypatch, log):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plugin, "_replaced", {})
     monkeypatch.setattr(plugin, "_logged", set())
+    monkeypatch.setattr(plugin, "_waiting", [])
     monkeypatch.setenv("VLLM_PLUGINS", "other,rotary")
     monkeypatch.delenv("ROTARY_EXACT", raising=False)
 
@@ -225,6 +226,17 @@ def test_what_is_not_replaced_is_named(vllm, log):
     }.items():
         assert f"{name}: {reason}" in log.text
         assert name not in ropes.op_registry_oot
+
+
+def test_the_list_of_classes_is_logged_where_vllm_sets_up_its_log_later(vllm, log):
+    """vllm.LLM loads plug-ins before it gives its log a level."""
+    with log.at_level(logging.WARNING, "vllm.plugins.rotary"):
+        ropes = vllm()
+    assert log.text == ""
+    ropes.RotaryEmbedding(*PLAIN)
+    listed, about = (each.getMessage() for each in log.records)
+    assert listed.startswith("rotary replaces ")
+    assert about.startswith("rotary rotates for RotaryEmbedding")
 
 
 def test_a_class_with_another_argument_stays(vllm, monkeypatch, log):

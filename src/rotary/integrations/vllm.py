@@ -55,6 +55,7 @@ _ARGUMENTS = {"self", "positions", "query", "key", "offsets", "inverse"}
 _AXES = "rotary_axes"  # the buffer with the axis of each column of the table
 _log = logging.getLogger("vllm.plugins.rotary")  # below "vllm", whose handlers a server shows
 _logged: set[str] = set()
+_waiting: list[str] = []  # lines that are not in the log yet
 _replaced: dict[type, type] = {}  # a class of vLLM -> its replacement
 
 FEW = 512  # the most tokens of a call that is prepared, and the most prepared calls per embedding
@@ -361,6 +362,11 @@ def _difference(rope: Rope, base: type, family: Family) -> str:
 
 
 def _log_once(text: str) -> None:
+    """Log a line once; those from before vLLM has set up its log come with the first one after."""
     if text not in _logged:
         _logged.add(text)
-        _log.info(text)
+        _waiting.append(text)
+    if _log.isEnabledFor(logging.INFO):
+        for line in _waiting:
+            _log.info(line)
+        _waiting.clear()
