@@ -13,6 +13,12 @@ measure.leave_this_folder()
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
 import torch  # noqa: E402
+
+# torchvision from the registry is built for CUDA: once its two operators exist it imports
+OPERATORS = torch.library.Library("torchvision", "DEF")
+for operator in ("nms", "qnms"):
+    OPERATORS.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
 from lmcache import device_ops  # noqa: E402
 from lmcache.v1.compute import positional_encoding as rope_of_lmcache  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402

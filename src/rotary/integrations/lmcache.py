@@ -19,7 +19,7 @@ In a vLLM server, the plug-in `rotary_lmcache` calls `install` in every process:
 It covers the blending that runs inside vLLM (`lmcache.v1.compute`). LMCache's separate server
 (`lmcache.v1.multiprocess`) moves keys in one native call that has no hook.
 
-Tested with LMCache 0.5.6 and vLLM 0.32 on a CPU; tests/peers/in_lmcache.py repeats the test.
+Tested with LMCache 0.5.6 and vLLM 0.33 on a CPU; tests/peers/in_lmcache.py repeats the test.
 """
 
 import importlib
