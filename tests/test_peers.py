@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 from peers.measure import without_bases
-from peers.table import CONFIGS, FUSED_PAGE, fault, fused_page
+from peers.table import CONFIGS, FUSED_PAGE, fault, fused_page, lines_of
 from peers.table import RECORDED as FOLDER
 
 import rotary
@@ -72,3 +72,9 @@ def test_fused_calls_were_equal_to_the_steps_of_other_programs():
     assert len(rows) >= 20
     assert [row["arguments"] for row in rows if not row["equal"]] == []
     assert FUSED_PAGE.read_text() == fused_page(FOLDER)
+
+
+def test_the_table_leaves_out_what_hosts_recorded_in_the_same_folder(tmp_path):
+    (tmp_path / "in_lmcache.json").write_text(json.dumps({"program": "LMCache", "tables": {}}))
+    (tmp_path / "timm.json").write_text((FOLDER / "timm.json").read_text())
+    assert [line.split()[1] for line in lines_of(tmp_path) if line[:1] == "|"][2:] == ["timm"]
