@@ -141,8 +141,8 @@ def cos_sin(
         cos_sin, spec, precision=precision, allow_negative=allow_negative, max_bytes=max_bytes
     )
     if (tensor := recorded_by_torch(positions)) is not None:
-        made: Any = make(tensor, seq_len=seq_len)
-        return made[0].numpy(), made[1].numpy()
+        cos, sin = make(tensor, seq_len=seq_len)
+        return cos.numpy(), sin.numpy()  # type: ignore[attr-defined]  # of a tensor
     library = kernel_of(positions)
     if library.on_shards is not None:
         return library.on_shards(make, positions, spec.num_axes, seq_len, spec.depends_on_length)

@@ -8,7 +8,6 @@ scores come from a rotation too, by other angles, so two score matrices are enou
 import dataclasses
 import math
 import types
-from typing import Any
 
 from ..angles import inv_freq
 from ..kernels.place import Place
@@ -187,7 +186,7 @@ def _record_specs(spec: Rotary, slope_and_shift: str) -> str:
 def _recorded_specs(spec: Rotary, slope_and_shift: str) -> tuple[Rotary, Rotary]:
     """Do what `_far_specs` does, in steps that torch.compile can record: it makes no spec."""
     text = slope_and_shift.strip()  # an attribute is a constant after any operation on it
-    name: Any = spec.constant(_record_specs, text)
+    name = str(spec.constant(_record_specs, text))
     specs: tuple[Rotary, Rotary] = getattr(_recorded, name)
     return specs
 

@@ -7,7 +7,7 @@
 "complex"  one complex table, cos + i sin
 "matrix"   one table of matrices [[cos, -sin], [sin, cos]], of shape (..., pairs, 2, 2)
 
-Any other single tensor holds sin and then cos along the last axis, as in timm.
+A single tensor of another style holds sin and then cos along the last axis, as in timm.
 """
 
 from collections.abc import Callable, Sequence
