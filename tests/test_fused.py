@@ -444,6 +444,7 @@ CACHE = np.zeros((16, 2, DIM))
 REFUSED = {
     "weight": (lambda f: f(norm=Norm(np.ones(3), None, EPS)), ValueError, "norm weight of q must"),
     "eps": (lambda f: Norm(None, None, -1.0), ValueError, "eps must be"),
+    "infinite eps": (lambda f: Norm(None, None, math.inf), ValueError, "eps must be a finite"),
     "dtype": (lambda f: f(dtype="int4"), TypeError, "dtype must be one of"),
     "scale": (lambda f: f(dtype="int8", scale=np.ones(3)), ValueError, "scale of q must be"),
     "no scale": (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None: leave it"),
