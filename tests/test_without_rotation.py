@@ -107,6 +107,9 @@ def test_layers_of_a_type_without_rotation_are_none(monkeypatch, family, keys, c
         ("exaone4", {"sliding_window": 4096, "sliding_window_pattern": 3}),
         ("exaone_moe", {"sliding_window": 4096, "first_k_dense_replace": 3}),
         ("kolibri1", {}),
+        ("flint", {}),
+        ("flint", {"num_hidden_layers": 1}),
+        ("lara_mini", {}),
     ],
 )
 def test_types_that_the_class_makes_of_another_key_are_known(family, keys):
@@ -115,7 +118,8 @@ def test_types_that_the_class_makes_of_another_key_are_known(family, keys):
     assert choose(data).data["layer_types"] == made["layer_types"]
     listed = {**data, "layer_types": made["layer_types"]}
     assert audit(data) == audit(listed)
-    assert any("of 11 layers take no rotation" in finding.found for finding in audit(data))
+    count = data["num_hidden_layers"]
+    assert any(f"of {count} layers take no rotation" in each.found for each in audit(data))
     for kind in set(made["layer_types"]):
         assert from_hf_config(data, kind) == from_hf_config(listed, kind)
 

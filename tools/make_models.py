@@ -230,6 +230,7 @@ CODE: dict[str, dict[str, Any]] = {
 #   full_every       key, and its default: every so many-th layer has full attention, where the file
 #                    lists no layer_types; key "" where the class has no key for it
 #   full_every_dense the same for the dense layers of mixture models, which come first
+#   repeated, ends   the types that repeat where the file lists none, and that of the first and last
 #   latent_module    layers without this module have linear attention, which does not rotate
 #   refused          why the weights cannot be moved
 GATED = {"modules": {"q_proj": "query, with a gate"}}
@@ -237,6 +238,7 @@ KEYS_AS_VALUES = {"modules": {"o_proj": "output"}}
 PER_HEAD = {"modules": {"query_key_value": "query and key, per head"}}
 HIDDEN = {"refused": "hidden states are rotated, before the projection"}
 LINEAR = "left: linear attention does not rotate"
+FULL, WINDOW = "full_attention", "sliding_attention"
 PATTERN = {"full_every": ["sliding_window_pattern", 4]}
 WEIGHTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), GATED),
@@ -273,7 +275,14 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("smollm3", "llama4_text", "mistral_large4_text"), {"without_rotation": "no_rope_layers"}
     ),
-    **dict.fromkeys(("flint", "lara_mini"), {"without_rotation": "full_attention"}),
+    "flint": {
+        "without_rotation": "full_attention", "repeated": [WINDOW, FULL, WINDOW, WINDOW],
+        "ends": FULL,
+    },
+    "lara_mini": {
+        "without_rotation": "full_attention",
+        "repeated": ["linear_attention", WINDOW, "linear_attention", FULL, WINDOW],
+    },
     "afmoe": {
         "without_rotation": "full_attention", "full_every": ["global_attn_every_n_layers", 4],
     },

@@ -109,7 +109,7 @@ def listed_layer_types(data: Mapping[str, JSON]) -> tuple[str, ...]:
 
 
 def with_layer_types(data: Mapping[str, JSON], model: Model) -> Mapping[str, JSON]:
-    """Return a config without layer_types with those that its class makes of another key.
+    """Return a config without layer_types with those that its class makes.
 
     Only for models where they say which layers rotate, and for at most `MOST_LAYERS` layers.
 
@@ -120,11 +120,17 @@ def with_layer_types(data: Mapping[str, JSON], model: Model) -> Mapping[str, JSO
     """
     rules = model.get("weights", {})
     layers = length("num_hidden_layers", data.get("num_hidden_layers"))
-    if "full_every" not in rules or layers is None or data.get("layer_types") is not None:
+    if layers is None or data.get("layer_types") is not None:
+        return data
+    if repeated := rules.get("repeated"):
+        ends = {layer: rules["ends"] for layer in (0, layers - 1) if "ends" in rules}
+        types = [ends.get(i, repeated[i % len(repeated)]) for i in range(min(layers, MOST_LAYERS))]
+        return {**data, "layer_types": types}
+    if "full_every" not in rules:
         return data
     if isinstance(data.get(rules["full_every"][0]), str):  # "LLLG": no class reads letters
         return data
-    layers, types = min(layers, MOST_LAYERS), list[str]()
+    layers, types = min(layers, MOST_LAYERS), []
     if "full_every_dense" in rules:
         dense = whole_number(DENSE_COUNT, data.get(DENSE_COUNT) or 0, 0)
         types = _types(data, rules["full_every_dense"], min(dense, layers))
