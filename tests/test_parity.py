@@ -195,6 +195,27 @@ def test_a_model_that_reads_the_default_alone_has_other_types_refused():
                 from_hf_config(config)
 
 
+def test_a_vision_tower_has_its_own_frequencies_and_no_scaling_of_a_text():
+    """Most classes refuse another type; those of DINOv3, Sapiens 2 and Llama 4 ignore it."""
+    towers = {name for name, model in MODELS.items() if "num_axes" in model}
+    towers -= {"efficientloftr", "gemma4_vision", "neomme"}
+    assert len(towers) > 30
+    for name in towers:
+        for rope_type in TYPES:
+            config = {"model_type": name, "rope_parameters": scaled(rope_type, 64, 1e4)}
+            with pytest.raises(ValueError, match="this model reads only rope_type default, axial"):
+                from_hf_config(config)
+        axial = {"model_type": name, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}
+        default = {**axial, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        assert from_hf_config(axial) == from_hf_config(default)
+
+
+def test_a_text_does_not_read_the_type_of_a_vision_tower():
+    config = {"model_type": "llama", "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}
+    with pytest.raises(ValueError, match="rotates by one position, and rope_type 'axial'"):
+        from_hf_config(config)
+
+
 # --- the classes that differ: what golden/DIFFERENCES.md says of them ---
 
 

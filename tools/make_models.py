@@ -57,7 +57,8 @@ SWITCHES = {
 INTERLEAVED = {"layout": "interleaved"}
 MIXED = {"layout": "interleaved", "out_layout": "half"}
 DEEPSEEK = {**MIXED, "layout_key": "rope_interleave", "plain_head_dim": "wins"}
-TWO_AXES = {"axes": "blocks", "num_axes": 2}
+GRID_TYPES = ["default", "axial"]  # for a vision tower, both mean what its class always makes
+TWO_AXES = {"axes": "blocks", "num_axes": 2, "only": GRID_TYPES}
 GEMMA = {"sliding_attention": {THETA: "rope_local_base_freq"}, "full_attention": {THETA: THETA}}
 BERT = {
     "sliding_attention": {THETA: "local_rope_theta"},
@@ -635,6 +636,7 @@ def entry(config: Any, rotary: type | None = None, source: str = "") -> dict[str
         if rope.get("rope_type") == "axial":
             says.setdefault("axes", "blocks")
             says.setdefault("num_axes", 2)
+            says.setdefault("only", GRID_TYPES)
         try:
             sections = getattr(rotary(config), "mrope_section", None)
         except KeyError:  # the default of CohereCompass names no layer type

@@ -215,6 +215,8 @@ def check_read(model: Model, rope_type: str) -> None:
         raise ValueError(
             f"this model reads only rope_type {', '.join(model['only'])}, got {rope_type!r}"
         )
+    if rope_type == "axial" and "num_axes" not in model:
+        raise ValueError("this model rotates by one position, and rope_type 'axial' by several")
 
 
 def needs_head_dim(config: Config, rope_type: str) -> bool:
