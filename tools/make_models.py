@@ -154,7 +154,7 @@ CODE: dict[str, dict[str, Any]] = {
     "minimax_m2": {"names": {"rotary_dim": "rotary_dim"}},
     **dict.fromkeys(
         ("wav2vec2-conformer", "wav2vec2-bert", "seamless_m4t"),
-        {"names": {THETA: "rotary_embedding_base"}},
+        {"names": {THETA: "rotary_embedding_base"}, "only": ["default"]},
     ),
     **dict.fromkeys(("dinov3_vit", "eomt_dinov3", "sapiens2"), TWO_AXES),
     "llama4_vision_model": {**TWO_AXES, "layout": "interleaved"},
@@ -169,7 +169,7 @@ CODE: dict[str, dict[str, Any]] = {
             "memory_attention_num_attention_heads": 1,
         },
     ),
-    "clvp_encoder": {"rotary_dim": 32},
+    "clvp_encoder": {"rotary_dim": 32, **FIXED},
     "glm_moe_dsa": {
         **MIXED, "plain_head_dim": "ignored",
         "other": ["indexer_rope_interleave"],  # of its indexer alone
