@@ -211,6 +211,16 @@ def test_a_vision_tower_has_its_own_frequencies_and_no_scaling_of_a_text():
         assert from_hf_config(axial) == from_hf_config(default)
 
 
+def test_dots3_note_does_not_read_proportional():
+    """Its table has 128 pairs, and the slice that it is to turn has 32."""
+    rope = {"rope_type": "proportional", "rope_theta": 1e4}
+    kinds = ("indexed_attention", "sliding_attention")
+    config = {"model_type": "dots3_note_text", "rope_parameters": dict.fromkeys(kinds, rope)}
+    for kind in kinds:
+        with pytest.raises(ValueError, match="reads only rope_type default, linear"):
+            from_hf_config(config, kind)
+
+
 def test_a_text_does_not_read_the_type_of_a_vision_tower():
     config = {"model_type": "llama", "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}
     with pytest.raises(ValueError, match="rotates by one position, and rope_type 'axial'"):
