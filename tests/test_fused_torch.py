@@ -378,6 +378,14 @@ def test_a_cache_of_tensors_without_values():
         assert cached_step(*map(mode.from_tensor, given)).shape == (5, 4, 64)
 
 
+def test_a_cache_without_slots_takes_tokens_without_a_slot():
+    """As in the first step of a server, which runs before it has a cache."""
+    step = torch.compile(cached_step, backend="eager", fullgraph=True)
+    given = torch.ones(5, 4, 64), torch.ones(5, 2, 64), torch.ones(0, 2, 64), torch.ones(0, 2, 64)
+    for run in (step, cached_step):
+        assert run(*given, torch.full((5,), -1)).shape == (5, 4, 64)
+
+
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_casts_are_those_of_the_reference(kind):
     spec = SPECS["half"]

@@ -277,5 +277,6 @@ def _written(
 
 
 def _write(to: Tensor, where: tuple[Tensor, ...], has_slots: Tensor, values: Tensor) -> None:
-    first = to[tuple([index[:1] for index in where])]
-    to[where] = torch.where(has_slots, values, first)
+    if 0 not in to.shape:  # else there is no slot to repeat
+        first = to[tuple([index[:1] for index in where])]
+        to[where] = torch.where(has_slots, values, first)
