@@ -333,6 +333,16 @@ def check_in_place(wanted, cache, spec, shift, **more):
 
 
 @pytest.mark.parametrize("seq_dim", [-3, -2])
+def test_layers_without_blocks_may_differ_in_heads_and_nothing_else(seq_dim):
+    shapes = [(2, 6, heads, 32) if seq_dim == -3 else (2, heads, 6, 32) for heads in (3, 5)]
+    layers = tuple(map(numbers, shapes))
+    for moved, layer in zip(rerotate(layers, SPEC, shift=7, seq_dim=seq_dim), layers, strict=True):
+        np.testing.assert_array_equal(moved, rerotate(layer, SPEC, shift=7, seq_dim=seq_dim))
+    with pytest.raises(ValueError, match=r"k\[1\] must be like k\[0\]"):
+        rerotate(layers, SPEC, shift=7, seq_dim=-5 - seq_dim)
+
+
+@pytest.mark.parametrize("seq_dim", [-3, -2])
 def test_frequencies_of_paged_keys_change_at_the_position_of_each_token(seq_dim):
     new = Rotary(32, base=5e5)
     shape = (9, 6, 3, 32) if seq_dim == -3 else (9, 3, 6, 32)
