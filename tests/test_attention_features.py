@@ -236,3 +236,29 @@ def test_many_features_come_near_softmax_attention():
         errors.append(np.sqrt(np.mean((np.stack(outputs) - wanted) ** 2)))
     # 64 times as many features: an error of about 1 / 8 in the limit
     assert errors[1] < 0.1 < errors[0]
+
+
+def test_compiled_and_exported_programs_hold_the_directions():
+    spec, phi = Rotary(head_dim=8), favor_features(4, 8, seed=0)
+    q, k = (torch.from_numpy(draw(2, 5, 4, key=key)) for key in (1, 2))
+
+    class Block(torch.nn.Module):
+        def forward(self, q, k):
+            return linear_attention(q, k, k, spec, q_features=phi, k_features=phi)
+
+    compiled = torch.compile(Block(), fullgraph=True, backend="aot_eager")
+    for program in (compiled, torch.export.export(Block(), (q, k)).module()):
+        torch.testing.assert_close(program(q, k), Block()(q, k))
+
+
+def test_a_compiled_program_continues_a_state_whose_position_is_a_tensor():
+    """Dynamo does not take isinstance with a union of NumPy's types."""
+    q, spec = torch.from_numpy(draw(3, 2, 5, 8, key=1)), Rotary(head_dim=8)
+
+    def attend(state):
+        return chunked_linear_attention(q, q, q, spec, state=state)
+
+    _, state = attend(None)
+    state = state._replace(position=torch.tensor([5, 6, 7]))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(state), attend(state))

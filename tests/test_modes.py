@@ -836,6 +836,9 @@ JAX arrays are immutable, so every `out=` is a TypeError there.
   error that says so, without it PyTorch leaves the graph there.
 - `cos_sin` of a NumPy array, a list or a range gives NumPy arrays, also where torch.compile records
   it.
+- Strict torch.export, by a fault of PyTorch, makes no constant of a NumPy array that the program
+  reads, such as positions in a global variable or the directions of `favor_features`: the program
+  returns a FakeTensor. The default, `strict=False`, and torch.compile are right.
 
 ## How the rows are tested
 

@@ -137,7 +137,7 @@ def chunked_linear_attention(
     first: Any = 0 if state is None else state.position
     if positions is None:
         # positions beyond the 32-bit integers of JAX stay in a NumPy array
-        is_numpy = isinstance(first, np.ndarray | np.generic)
+        is_numpy = isinstance(first, (np.ndarray, np.generic))
         is_far = isinstance(first, int) and first + q.shape[-2] > 2**31
         order = np.arange(q.shape[-2]) if is_numpy or is_far else positions_of(None, q)
         positions = (first[:, None] if getattr(first, "ndim", 0) else first) + order
