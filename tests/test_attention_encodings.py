@@ -311,3 +311,13 @@ def test_xpos_is_compiled_by_torch():
     compiled = torch.compile(lambda x: xpos(spec, x, x), fullgraph=True, backend="aot_eager")
     for ours, want in zip(compiled(x), xpos(spec, x, x), strict=True):
         torch.testing.assert_close(ours, want)
+
+
+def test_xpos_is_mapped_over_rows_with_positions_of_their_own():
+    """It asked for the largest position, which vmap does not allow."""
+    spec, q = Rotary(head_dim=8), torch.from_numpy(draw(3, 2, 5, 8))
+    positions = torch.arange(15).reshape(3, 5)
+    mapped = torch.vmap(lambda q, positions: xpos(spec, q, q, positions=positions))
+    torch.testing.assert_close(mapped(q, positions), xpos(spec, q, q, positions=positions))
+    with pytest.raises(ValueError, match="a position is 1000014 tokens from the origin"):
+        mapped(q, positions + 10**6)

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..angles import check_range, cos_sin, inv_freq, turns
-from ..kernels import Numbers, host, is_traced, kernel_of
-from ..kernels.private import is_recorded_by_torch
+from ..kernels import Numbers, host, kernel_of
 from ..rotate import rotate
 from ..spec import Rotary, check_spec
 from .arrays import Array, cast, float64_of, namespace, positions_of
@@ -63,7 +62,8 @@ def xpos(
     Raises ValueError for several axes, for a negative position unless `allow_negative`, and for one
     so far from the origin that a factor is beyond 2^64 (float16: 2^8, float64: 2^512): 18,000
     tokens, for gamma 0.4 and scale_base 512.
-    Traced positions are not checked; those too far from the origin give infinity or NaN.
+    Positions that are traced or on a GPU are not checked: too far from the origin gives infinity or
+    NaN.
     On JAX it needs 64-bit types, as `mixed_cos_sin` does; without them it raises a TypeError.
     Source: Sun et al. (arXiv 2212.10554), algorithm 1.
 
@@ -95,13 +95,14 @@ _BITS = {"float16": 8, "float64": 512}  # half the exponent range of a type; 64 
 
 
 def _check_distance(from_origin: Array, rate: float, *dtypes: object) -> None:
-    if not math.prod(from_origin.shape) or is_traced(from_origin) or is_recorded_by_torch():
+    _, first, last = kernel_of(from_origin).inspect(from_origin)
+    if first is None or last is None:
         return
     bits = min(_BITS.get(str(dtype).rpartition(".")[2], 64) for dtype in dtypes)
-    farthest, limit = int(abs(from_origin).max()), int(bits * math.log(2) / rate)
+    farthest, limit = max(-first, last), int(bits * math.log(2) / rate)
     if farthest > limit:
         raise ValueError(
-            f"a position is {farthest} tokens from the origin, but the factors of xPos allow "
+            f"a position is {farthest:.0f} tokens from the origin, but the factors of xPos allow "
             f"{limit}: pass an origin near the positions, the same for q and all its keys, or a "
             "larger scale_base"
         )
