@@ -139,6 +139,23 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def graphs():
+    """The operators of each graph that `torch.compile(..., backend=graphs.record)` sees."""
+    import torch
+
+    class Graphs(list):
+        def record(self, graph, inputs):
+            self.append([str(node.target) for node in graph.graph.nodes])
+            return graph.forward
+
+        def rotations(self):
+            return sum("rotary.rotate" in name for names in self for name in names)
+
+    torch.compiler.reset()
+    return Graphs()
+
+
 @pytest.fixture(scope="module")
 def xla_in_less_time():
     """XLA without most of its optimizations: where a test is not about bits, nor the program."""

@@ -218,61 +218,40 @@ def test_gradients_are_those_of_the_model(family, checkpointing, kernel_calls):
     ("family", "exact", "sizes"),
     [("llama", False, {"num_hidden_layers": 1}), ("gemma3_text", True, LOCAL)],
 )
-def test_torch_compile_sees_one_graph_with_our_operator(family, exact, sizes):
-    operators = []
-
-    def backend(graph, inputs):
-        operators.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
+def test_torch_compile_sees_one_graph_with_our_operator(family, exact, sizes, graphs):
     model = new_model(family, **sizes, use_cache=False)
-    ids = tokens()
     before = logits(model)
-    torch.compiler.reset()
     with patch(model, exact=exact):
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, backend=graphs.record, fullgraph=True)
         with torch.no_grad():
-            after = compiled(ids, use_cache=False).logits
+            after = compiled(tokens(), use_cache=False).logits
     assert distance(after, before) < 1e-5
-    assert sum("rotary.rotate" in name for name in operators) == model.config.num_hidden_layers
+    assert graphs.rotations() == model.config.num_hidden_layers
 
 
-def test_a_compiled_model_that_is_patched_later_uses_the_patch():
-    names = []
-
-    def backend(graph, inputs):
-        names.append({str(node.target) for node in graph.graph.nodes})
-        return graph.forward
-
+def test_a_compiled_model_that_is_patched_later_uses_the_patch(graphs):
     model = new_model(use_cache=False, num_hidden_layers=1)
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=graphs.record)
     with torch.no_grad():
         before = compiled(tokens(), use_cache=False).logits
-        assert not any("rotary.rotate" in name for name in set.union(*names))
+        assert graphs
+        assert graphs.rotations() == 0
         with patch(model):
             after = compiled(tokens(), use_cache=False).logits
-        assert any("rotary.rotate" in name for name in set.union(*names))
+        assert graphs.rotations() > 0
     assert distance(after, before) < 1e-5
 
 
-def test_all_layers_share_one_function_so_that_layers_compile_once():
+def test_all_layers_share_one_function_so_that_layers_compile_once(graphs):
     model = new_model(num_hidden_layers=3, use_cache=False)
     before = logits(model)
-    torch.compiler.reset()
     with patch(model):
         forwards = {layer.self_attn.forward.__func__ for layer in model.model.layers}
         assert len(forwards) == 1
-        compiled = []
-
-        def backend(graph, inputs):
-            compiled.append(graph)
-            return graph.forward
-
         for layer in model.model.layers:
-            layer.compile(backend=backend, fullgraph=True)
+            layer.compile(backend=graphs.record, fullgraph=True)
         assert distance(logits(model), before) < 1e-5
-        assert len(compiled) == 1
+        assert len(graphs) == 1
 
 
 @pytest.mark.slow

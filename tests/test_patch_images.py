@@ -85,21 +85,14 @@ def test_gradients_are_those_of_the_model(make):
 
 
 @pytest.mark.parametrize("make", [image_models.dinov3, *DIFFUSERS])
-def test_torch_compile_sees_our_operator(make):
-    operators = []
-
-    def backend(graph, inputs):
-        operators.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
+def test_torch_compile_sees_our_operator(make, graphs):
     model, run = make()
-    torch.compiler.reset()
     with torch.no_grad():
         before = run(model)
         with patch(model, exact=True):
-            after = run(torch.compile(model, backend=backend))
+            after = run(torch.compile(model, backend=graphs.record))
     assert distance(after, before) < 1e-5
-    assert sum("rotary.rotate" in name for name in operators) >= 2
+    assert graphs.rotations() >= 2
 
 
 def test_tables_of_dinov3_are_those_of_the_centres_of_its_patches():

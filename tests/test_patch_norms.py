@@ -1,5 +1,6 @@
 """`patch` on models that normalize q and k right before they rotate: both in one pass."""
 
+import contextlib
 import copy
 import functools
 from types import MethodType
@@ -108,22 +109,15 @@ def test_generate_gives_the_same_tokens(family, fused_calls):
     assert {q.shape[-2] for q, _ in fused_calls} == {12, 1}
 
 
-def test_torch_compile_sees_the_norms_and_our_operator(fused_calls):
-    operators = []
-
-    def backend(graph, inputs):
-        operators.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
+def test_torch_compile_sees_the_norms_and_our_operator(fused_calls, graphs):
     model = new_model("qwen3", use_cache=False)
     with torch.no_grad():
         before = model(tokens()).logits
-        torch.compiler.reset()
         with patch(model):
-            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            compiled = torch.compile(model, backend=graphs.record, fullgraph=True)
             after = compiled(tokens(), use_cache=False).logits
     assert distance(after, before) < 1e-5
-    assert sum("rotary.rotate" in name for name in operators) == 2
+    assert graphs.rotations() == 2
     assert fused_calls == []
 
 
@@ -415,76 +409,59 @@ FUSED = [Attention, Renames]
 NOT_FUSED = [Reads, Scales, Sometimes, OnlyOne, OtherAxes, Hides]
 
 
-@torch.no_grad()
-def run(module, rotates=True):
-    return module(*operands(), rotates)
-
-
-def operands(width=DIM):
+@contextlib.contextmanager
+def same_when_patched(module, *args, **kwargs):
+    """Patches a module around the block, and then compares what it gives."""
     generator = torch.Generator().manual_seed(4)
-    return [torch.randn(1, SEQ, heads, width, generator=generator) for heads in (HEADS, 2)]
+    operands = [torch.randn(1, SEQ, heads, DIM, generator=generator) for heads in (HEADS, 2)]
+    with torch.no_grad():
+        before = module(*operands, *args, **kwargs)
+        with patch(module) as patched:
+            yield patched
+            after = module(*operands, *args, **kwargs)
+    for one, other in zip(after, before, strict=True):
+        assert distance(one, other) < 1e-5
 
 
 @pytest.mark.parametrize("kind", [*FUSED, *NOT_FUSED])
 @pytest.mark.parametrize("rotates", [True, False])
 def test_norms_move_only_where_nothing_else_reads_them(kind, rotates, fused_calls):
-    module = kind()
-    before = run(module, rotates)
-    with patch(module) as patched:
-        after = run(module, rotates)
+    with same_when_patched(kind(), rotates) as patched:
         assert patched.patched == [("", BOTH if kind in FUSED else "half")]
-    for one, other in zip(after, before, strict=True):
-        assert distance(one, other) < 1e-5
     assert len(fused_calls) == (kind in FUSED)
 
 
-@torch.no_grad()
 def test_a_decorator_does_what_it_did(fused_calls):
     module = Renames()
-    before = module(*operands(), turns=False)
-    with patch(module):
-        after = module(*operands(), turns=False)
-    for one, other in zip(after, before, strict=True):
-        assert distance(one, other) < 1e-5
+    with same_when_patched(module, turns=False):
+        pass
     assert len(fused_calls) == 1
     assert module.forward.__func__ is Renames.forward
 
 
 def test_what_is_read_after_the_rotation_too_is_right(fused_calls):
     """The name that is rotated is not the name that keeps the result."""
-    module = KeptAsWell()
-    before = run(module)
-    with patch(module):
-        after = run(module)
-    for one, other in zip(after, before, strict=True):
-        assert distance(one, other) < 1e-5
+    with same_when_patched(KeptAsWell()):
+        pass
     assert fused_calls == []
 
 
-def test_tables_that_do_not_fit_leave_both_to_the_model(fused_calls, monkeypatch):
+def test_tables_that_do_not_fit_leave_both_to_the_model(fused_calls):
     """float64 tables: the rotation is the model's, of arrays that its norms have seen."""
     module = Attention()
-    before = run(module)
     make = module.rotary_emb.forward
-    with patch(module):
+    with same_when_patched(module):
         module.rotary_emb.forward = MethodType(
             lambda self, *args: [table.double() for table in make(*args)], module.rotary_emb
         )
-        after = run(module)
-        del module.rotary_emb.forward
-    for one, other in zip(after, before, strict=True):
-        assert distance(one, other) < 1e-5
     assert fused_calls == []
 
 
 def test_two_norms_that_differ_in_eps_are_both_right(fused_calls):
     module = Attention()
     module.k_norm.eps = 0.5
-    before = run(module)
-    with patch(module):
-        after = run(module)
-    for one, other in zip(after, before, strict=True):
-        assert distance(one, other) < 1e-5
+    with same_when_patched(module):
+        pass
 
 
 def test_a_method_whose_source_has_changed_keeps_its_norms():
