@@ -52,158 +52,129 @@ def test_each_axis_of_a_table_belongs_to_one_of_x(name):
     check_fit(found, shapes, table, rows)
 
 
-DIFFER = (
-    "arrays rotated together, such as q and k, may differ in the number of heads only, got shapes "
-)
-AMBIGUOUS = (
-    " heads or tokens on axis -3 and as many on axis -2: pass seq_dim=-2 for (..., heads, seq, "
-    "head_dim), seq_dim=-3 for (..., seq, heads, head_dim)"
-)
 HEADS_LAST = "; for (..., seq, heads, head_dim) pass seq_dim=-3"
 LONGER = "; pass positions to pick rows of a longer table"
 PER_ROW = "; for one position per row of the batch pass positions[:, None]"
+# name -> shapes of x, of cos, of row numbers; the two sizes, and what would help
+MISFITS = {
+    "one row for several tokens": ((2, 8, 5, 64), (1, 32), None, "1 against 5" + LONGER),
+    "another batch": ((2, 8, 5, 64), (3, 5, 32), None, "3 against 2"),
+    "row numbers of another batch": ((2, 8, 5, 64), (99, 32), (3, 5), "3 against 2"),
+    "a longer table": ((8, 5, 64), (99, 32), None, "99 against 5" + LONGER),
+    "heads last": ((2, 5, 8, 64), (5, 32), None, "5 against 8" + HEADS_LAST),
+    "heads last, 3-D x": ((5, 8, 64), (5, 32), None, "5 against 8" + HEADS_LAST),
+    "2-D x": ((5, 64), (4, 32), None, "4 against 5" + LONGER),
+    "one position per row": ((2, 8, 1, 64), (99, 32), (2,), "2 against 1" + PER_ROW),
+    "one position per head, 3-D x": ((2, 1, 64), (99, 32), (2,), "2 against 1" + HEADS_LAST),
+    "positions of several axes": (
+        (2, 8, 5, 64), (99, 32), (5, 3),
+        "5 against 2; positions with 3 axes need a spec that has axes=",
+    ),
+}  # fmt: skip
+
+
+def refused(message, *arguments):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        geometry_of(*arguments)
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_sizes_that_differ_are_named_with_what_would_help(name):
+    shape, table, rows, found = MISFITS[name]
+    what = f"cos of shape {table}" if rows is None else f"positions of shape {rows}"
+    message = f"{what} does not fit x of shape {shape} with seq_dim=-2: {found}"
+    refused(message, (shape,), table, rows, WITH_SPEC)
+
+
+def test_what_would_help_depends_on_the_axis_that_was_said():
+    message = (
+        "cos of shape (5, 32) does not fit x of shape (2, 8, 5, 64) with seq_dim=-3: 5 against 8"
+    )
+    refused(message + LONGER, ((2, 8, 5, 64),), (5, 32), None, Options(seq_dim=-3))
+
+
+# name -> shapes of q and of k; what would help
+APART = {
+    "another batch": ((2, 8, 5, 64), (3, 8, 5, 64), ""),
+    "another head_dim": ((2, 8, 5, 64), (2, 8, 5, 32), ""),
+    "other tokens": ((2, 8, 5, 64), (2, 8, 6, 64), HEADS_LAST),
+    "other tokens, 3-D x": ((8, 5, 64), (8, 6, 64), HEADS_LAST),
+    "fewer axes": ((2, 8, 5, 64), (8, 5, 64), ""),
+    "other heads and tokens": ((2, 8, 5, 64), (2, 4, 6, 64), ""),
+    "other tokens, 2-D x": ((5, 64), (6, 64), ""),
+    "other tokens, tokens first": ((2, 5, 8, 64), (2, 6, 8, 64), ""),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_q_and_k_differ_in_heads_alone(name):
+    q, k, help_ = APART[name]
+    options = Options(seq_dim=-3) if name.endswith("first") else WITH_SPEC
+    message = (
+        "arrays rotated together, such as q and k, may differ in the number of heads only, got "
+        f"shapes {q} and {k}{help_}"
+    )
+    refused(message, (q, k), (5, 32), None, options)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count"), [([(2, 5, 5, 64)], 5), ([(2, 5, 5, 64)] * 2, 5), ([(2, 2, 64)], 2)]
+)
+def test_as_many_heads_as_tokens(shapes, count):
+    message = (
+        f"x of shape {shapes[0]} has {count} heads or tokens on axis -3 and as many on axis -2: "
+        "pass seq_dim=-2 for (..., heads, seq, head_dim), seq_dim=-3 for (..., seq, heads, "
+        "head_dim)"
+    )
+    refused(message, tuple(shapes), (count, 32), None, OPEN)
+
+
 UNCLEAR = (
     "so it is unclear which belong together: give (seq), (batch, seq) for a 4-D x, or all axes of x"
 )
-# name -> shapes of x, of cos, of row numbers; options; the whole message
+OF_THE_SPEC = (
+    "rotary_dim is {}, but cos has {} columns, which make {}; tables are half width: one column "
+    "per pair"
+)
+# name -> shape of x, of cos, of row numbers; options; the whole message
 REFUSED = {
-    "one row for several tokens": (
-        [(2, 8, 5, 64)], (1, 32), None, WITH_SPEC,
-        "cos of shape (1, 32) does not fit x of shape (2, 8, 5, 64) with seq_dim=-2: 1 against 5"
-        + LONGER,
-    ),
-    "another batch": (
-        [(2, 8, 5, 64)], (3, 5, 32), None, WITH_SPEC,
-        "cos of shape (3, 5, 32) does not fit x of shape (2, 8, 5, 64) with seq_dim=-2: 3 against "
-        "2",
-    ),
-    "row numbers of another batch": (
-        [(2, 8, 5, 64)], (99, 32), (3, 5), WITH_SPEC,
-        "positions of shape (3, 5) does not fit x of shape (2, 8, 5, 64) with seq_dim=-2: 3 "
-        "against 2",
-    ),
-    "a longer table": (
-        [(8, 5, 64)], (99, 32), None, WITH_SPEC,
-        "cos of shape (99, 32) does not fit x of shape (8, 5, 64) with seq_dim=-2: 99 against 5"
-        + LONGER,
-    ),
-    "heads last": (
-        [(2, 5, 8, 64)], (5, 32), None, WITH_SPEC,
-        "cos of shape (5, 32) does not fit x of shape (2, 5, 8, 64) with seq_dim=-2: 5 against 8"
-        + HEADS_LAST,
-    ),
-    "heads last, 3-D x": (
-        [(5, 8, 64)], (5, 32), None, WITH_SPEC,
-        "cos of shape (5, 32) does not fit x of shape (5, 8, 64) with seq_dim=-2: 5 against 8"
-        + HEADS_LAST,
-    ),
-    "tokens last, said to be first": (
-        [(2, 8, 5, 64)], (5, 32), None, Options(seq_dim=-3),
-        "cos of shape (5, 32) does not fit x of shape (2, 8, 5, 64) with seq_dim=-3: 5 against 8"
-        + LONGER,
-    ),
-    "2-D x": (
-        [(5, 64)], (4, 32), None, WITH_SPEC,
-        "cos of shape (4, 32) does not fit x of shape (5, 64) with seq_dim=-2: 4 against 5"
-        + LONGER,
-    ),
-    "one position per row": (
-        [(2, 8, 1, 64)], (99, 32), (2,), WITH_SPEC,
-        "positions of shape (2,) does not fit x of shape (2, 8, 1, 64) with seq_dim=-2: 2 against 1"
-        + PER_ROW,
-    ),
-    "one position per head, 3-D x": (
-        [(2, 1, 64)], (99, 32), (2,), WITH_SPEC,
-        "positions of shape (2,) does not fit x of shape (2, 1, 64) with seq_dim=-2: 2 against 1"
-        + HEADS_LAST,
-    ),
-    "positions of several axes": (
-        [(2, 8, 5, 64)], (99, 32), (5, 3), WITH_SPEC,
-        "positions of shape (5, 3) does not fit x of shape (2, 8, 5, 64) with seq_dim=-2: 5 "
-        "against 2; positions with 3 axes need a spec that has axes=",
-    ),
-    "k of another batch": (
-        [(2, 8, 5, 64), (3, 8, 5, 64)], (5, 32), None, WITH_SPEC,
-        DIFFER + "(2, 8, 5, 64) and (3, 8, 5, 64)",
-    ),
-    "k of another head_dim": (
-        [(2, 8, 5, 64), (2, 8, 5, 32)], (5, 32), None, WITH_SPEC,
-        DIFFER + "(2, 8, 5, 64) and (2, 8, 5, 32)",
-    ),
-    "k with other tokens": (
-        [(2, 8, 5, 64), (2, 8, 6, 64)], (5, 32), None, WITH_SPEC,
-        DIFFER + "(2, 8, 5, 64) and (2, 8, 6, 64)" + HEADS_LAST,
-    ),
-    "k with other tokens, 3-D x": (
-        [(8, 5, 64), (8, 6, 64)], (5, 32), None, WITH_SPEC,
-        DIFFER + "(8, 5, 64) and (8, 6, 64)" + HEADS_LAST,
-    ),
-    "k of fewer axes": (
-        [(2, 8, 5, 64), (8, 5, 64)], (5, 32), None, WITH_SPEC,
-        DIFFER + "(2, 8, 5, 64) and (8, 5, 64)",
-    ),
-    "k with other heads and tokens": (
-        [(2, 8, 5, 64), (2, 4, 6, 64)], (5, 32), None, WITH_SPEC,
-        DIFFER + "(2, 8, 5, 64) and (2, 4, 6, 64)",
-    ),
-    "k with other tokens, 2-D x": (
-        [(5, 64), (6, 64)], (5, 32), None, WITH_SPEC, DIFFER + "(5, 64) and (6, 64)",
-    ),
-    "k with other tokens, tokens first": (
-        [(2, 5, 8, 64), (2, 6, 8, 64)], (5, 32), None, Options(seq_dim=-3),
-        DIFFER + "(2, 5, 8, 64) and (2, 6, 8, 64)",
-    ),
-    "as many heads as tokens": (
-        [(2, 5, 5, 64)], (5, 32), None, OPEN, "x of shape (2, 5, 5, 64) has 5" + AMBIGUOUS,
-    ),
-    "as many heads as tokens, in k too": (
-        [(2, 5, 5, 64), (2, 5, 5, 64)], (5, 32), None, OPEN,
-        "x of shape (2, 5, 5, 64) has 5" + AMBIGUOUS,
-    ),
-    "two heads and two tokens, 3-D x": (
-        [(2, 2, 64)], (2, 32), None, OPEN, "x of shape (2, 2, 64) has 2" + AMBIGUOUS,
-    ),
     "two axes of a table, 5-D x": (
-        [(3, 2, 8, 5, 64)], (2, 5, 32), None, WITH_SPEC,
+        (3, 2, 8, 5, 64), (2, 5, 32), None, WITH_SPEC,
         "tables or positions have 2 leading axes and x has 4, " + UNCLEAR,
     ),
     "four axes of a table, 4-D x": (
-        [(2, 8, 5, 64)], (1, 2, 8, 5, 32), None, WITH_SPEC,
+        (2, 8, 5, 64), (1, 2, 8, 5, 32), None, WITH_SPEC,
         "tables or positions have 4 leading axes and x has 3, " + UNCLEAR,
     ),
     "row numbers into a table of the batch": (
-        [(2, 8, 5, 64)], (2, 5, 32), (5,), WITH_SPEC,
+        (2, 8, 5, 64), (2, 5, 32), (5,), WITH_SPEC,
         "with positions, cos and sin must be (rows, pairs), got (2, 5, 32)",
     ),
     "another head_dim than the spec": (
-        [(2, 8, 5, 32)], (5, 32), None, WITH_SPEC,
+        (2, 8, 5, 32), (5, 32), None, WITH_SPEC,
         "the last axis of x must be head_dim=64 of the spec, got 32",
     ),
     "a table of one axis": (
-        [(5, 64)], (32,), None, WITH_SPEC,
+        (5, 64), (32,), None, WITH_SPEC,
         "cos must be (seq, pairs) or have more axes, got shape (32,)",
     ),
     "a table of full width": (
-        [(5, 64)], (5, 64), None, Options(),
+        (5, 64), (5, 64), None, Options(),
         "cos has 64 columns, so channels 0 to 128 would be rotated, of 64; it looks full width: "
         "pass each pair once",
     ),
     "too many columns": (
-        [(5, 64)], (5, 33), None, Options(),
+        (5, 64), (5, 33), None, Options(),
         "cos has 33 columns, so channels 0 to 66 would be rotated, of 64",
     ),
     "another rotary_dim": (
-        [(5, 64)], (5, 32), None, Options(rotary_dim=32),
-        "rotary_dim is 32, but cos has 32 columns, which make 64; tables are half width: one "
-        "column per pair",
+        (5, 64), (5, 32), None, Options(rotary_dim=32), OF_THE_SPEC.format("32", 32, 64),
     ),
     "another rotary_dim than the spec": (
-        [(5, 64)], (5, 16), None, WITH_SPEC,
-        "rotary_dim is 64 in the spec, but cos has 16 columns, which make 32; tables are half "
-        "width: one column per pair",
+        (5, 64), (5, 16), None, WITH_SPEC, OF_THE_SPEC.format("64 in the spec", 16, 32),
     ),
     "no column": (
-        [(5, 64)], (5, 0), None, Options(),
+        (5, 64), (5, 0), None, Options(),
         "cos has 0 columns, so channels 0 to 0 would be rotated, of 64",
     ),
 }  # fmt: skip
@@ -211,9 +182,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused(name):
-    shapes, table, rows, options, message = REFUSED[name]
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        geometry_of(tuple(shapes), table, rows, options)
+    shape, table, rows, options, message = REFUSED[name]
+    refused(message, (shape,), table, rows, options)
 
 
 @pytest.mark.parametrize("seq_dim", [-1, 3, 4, -5])
