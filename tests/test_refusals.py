@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from command import assert_refused
 
-import rotary
 from rotary import Rotary, configs, from_hf_config, fused, plan, plots, programs
 from rotary.analysis import decay
 from rotary.audit import audit
@@ -16,7 +15,6 @@ from rotary.explorer import models
 SPEC, GRID = Rotary(64), Rotary(64, axes=[0, 1] * 16)
 STILL = {"model_type": "falcon", "alibi": True, "head_dim": 64, "max_position_embeddings": 2048}
 Q = np.ones((1, 2, 4, 64), np.float32)
-COS, SIN = rotary.cos_sin(SPEC, np.arange(4))
 NONE = "has no rotation"
 # what is called -> the error, part of its sentence
 CALLS = {
@@ -43,10 +41,6 @@ CALLS = {
     "a grid without positions": (
         lambda: fused(Q, None, None, GRID),
         ValueError, "a spec with 2 axes needs positions",
-    ),
-    "tables of three axes with row numbers": (
-        lambda: rotary.rotate(Q, COS[None], SIN[None], SPEC, positions=np.arange(4)),
-        ValueError, "with positions, cos and sin must be (rows, pairs), got (1, 4, 32)",
     ),
     "k of other tokens": (
         lambda: fused(Q, Q[:, :, :2], None, SPEC),

@@ -4,16 +4,14 @@ import numpy as np
 import pytest
 
 import rotary
-from rotary import Rotary, positions
+from rotary import Rotary
 
 torch = pytest.importorskip("torch")
 
 SPEC = Rotary(head_dim=64)
-PART = Rotary(head_dim=64, rotary_dim=32)
 GRID = Rotary(head_dim=64, axes=[0, 1] * 16)
 ROW = np.arange(16)
 COS, SIN = rotary.cos_sin(SPEC, ROW)
-WIDE = np.concatenate([COS, COS], -1)
 Q, K = np.ones((2, 8, 16, 64), np.float32), np.ones((2, 2, 16, 64), np.float32)
 Q_BY_TOKEN, K_BY_TOKEN = np.ones((2, 16, 8, 64), np.float32), np.ones((2, 16, 2, 64), np.float32)
 ONE = np.ones((2, 8, 1, 64), np.float32)
@@ -36,14 +34,6 @@ CALLS = {
         "positions of shape (2,) does not fit x of shape (2, 8, 1, 64) with seq_dim=-2: 2 against "
         "1; for one position per row of the batch pass positions[:, None]",
     ),
-    "the same in torch": (
-        lambda: apply(SPEC, torch.tensor(ONE), positions=torch.tensor([3, 7])),
-        "for one position per row of the batch pass positions[:, None]",
-    ),
-    "one position per row, of tables": (
-        lambda: rotate(ONE, COS, SIN, SPEC, positions=np.array([3, 7])),
-        "for one position per row of the batch pass positions[:, None]",
-    ),
     "a grid without axes": (
         lambda: apply(SPEC, Q, positions=np.zeros((16, 2), int)),
         "positions with 2 axes need a spec that has axes=",
@@ -51,10 +41,6 @@ CALLS = {
     "fractions of a grid without axes": (
         lambda: apply(SPEC, Q, positions=np.zeros((16, 2))),
         "positions with 2 axes need a spec that has axes=",
-    ),
-    "a batch of grids without axes": (
-        lambda: apply(SPEC, Q, positions=np.zeros((2, 16, 2), int)),
-        "got shape (2, 16, 2) for q (2, 8, 16, 64); a 1-D spec has no axes",
     ),
     "rows of different lengths": (
         lambda: apply(SPEC, Q, positions=[[1], [2, 3]]),
@@ -101,41 +87,16 @@ CALLS = {
         lambda: apply(SPEC, Q_BY_TOKEN, K_BY_TOKEN),
         "(2, 16, 8, 64) and (2, 16, 2, 64); for (..., seq, heads, head_dim) pass seq_dim=-3",
     ),
-    "tokens before heads, alone": (
-        lambda: apply(SPEC, Q_BY_TOKEN, positions=ROW),
-        "for (..., seq, heads, head_dim) pass seq_dim=-3",
-    ),
-    "tokens before heads, of tables": (
-        lambda: rotate(Q_BY_TOKEN, COS, SIN, SPEC),
-        "for (..., seq, heads, head_dim) pass seq_dim=-3",
-    ),
-    "as many heads as tokens": (
-        lambda: rotate(np.ones((1, 16, 16, 64), np.float32), COS, SIN, SPEC),
-        "pass seq_dim=-2 for (..., heads, seq, head_dim), seq_dim=-3 for",
-    ),
-    "k of another length": (
-        lambda: apply(SPEC, Q, K[:, :, :8]),
-        "such as q and k, may differ in the number of heads only, got shapes (2, 8, 16, 64) and",
-    ),
     "one vector": (lambda: apply(SPEC, Q[0, 0, 0]), "x must be (..., seq, head_dim), with 2 axes"),
-    "two libraries": (
-        lambda: apply(SPEC, TENSOR, K),
-        "all arrays must be of one library: Tensor and numpy.ndarray",
-    ),
     # the spec
     "the spec last": (
         lambda: apply(Q, K, SPEC),
         "spec, the first argument, must be a Rotary, got ndarray: make one with",
     ),
     "a dict": (lambda: cos_sin({"head_dim": 64}, ROW), "must be a Rotary, got dict: make one with"),
-    "a number": (lambda: rotary.inv_freq(64), "must be a Rotary, got int: make one with"),
     "no sin": (
         lambda: rotate(Q, COS, SPEC),
         "cos and sin must be arrays, got a Rotary: call rotate(x, cos, sin, spec)",
-    ),
-    "no spec and no layout": (
-        lambda: rotate(Q, COS, SIN),
-        "rotate does not guess which channels make a pair: call rotate(x, cos, sin, spec), or wi",
     ),
     "dim": (lambda: Rotary(dim=64), "Rotary has no field 'dim'; it is called 'head_dim' here"),
     "rope_theta": (lambda: Rotary(head_dim=64, rope_theta=1e6), "it is called 'base' here"),
@@ -153,10 +114,6 @@ CALLS = {
         lambda: Rotary(64, 10_000),
         "got 10000; if it is the base, name it: Rotary(64, base=10000)",
     ),
-    "no factor": (
-        lambda: Rotary(head_dim=64, schedule="yarn"),
-        "schedule 'yarn' needs parameter 'factor'",
-    ),
     "q and k in a tuple": (
         lambda: apply(SPEC, (Q, K)),
         "pass q and k one by one: apply(spec, q, k); rotate takes a tuple (q, k)",
@@ -169,30 +126,10 @@ CALLS = {
         lambda: rotate(TENSOR, COS, SIN, SPEC),
         "cos_sin makes tables in the library of its positions",
     ),
-    "vLLM's name of a layout": (
-        lambda: Rotary(head_dim=64, layout="neox"),
-        "layout must be 'half' or 'interleaved', got 'neox', which is 'half'",
-    ),
     # tables
-    "tables of another length": (
-        lambda: rotate(TENSOR, torch.tensor(COS)[:5], torch.tensor(SIN)[:5], SPEC),
-        "5 against 16; pass positions to pick rows of a longer table",
-    ),
     "cos and sin of two lengths": (
         lambda: rotate(Q, COS, SIN[:8], SPEC),
         "cos and sin must have one shape and dtype, got float32 (16, 32) and float32 (8, 32)",
-    ),
-    "full-width tables": (
-        lambda: rotate(Q, WIDE, WIDE, SPEC),
-        "tables are half width: one column per pair",
-    ),
-    "full-width tables by hand": (
-        lambda: rotate(Q, WIDE, WIDE, layout="half"),
-        "it looks full width: pass each pair once",
-    ),
-    "tables of all channels for a part": (
-        lambda: rotate(Q, COS, SIN, PART),
-        "rotary_dim is 32 in the spec, but cos has 32 columns, which make 64",
     ),
     # out
     "one out for two": (
@@ -214,10 +151,6 @@ CALLS = {
     "a name for a model": (
         lambda: rotary.patch("meta-llama/Llama-3.1-8B"),
         "got str; load it first, for example by transformers.AutoModel.from_pretrained(name)",
-    ),
-    "lengths for sums of lengths": (
-        lambda: positions.packed([5, 3]),
-        "cu_seqlens must be 1-D, start with 0 and never fall, got [5, 3]",
     ),
 }
 
