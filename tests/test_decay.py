@@ -109,21 +109,6 @@ def test_the_routes_are_the_formula(spec, seq_len, distance):
     assert float(still_term(spec, q, k)) == pytest.approx(expected_still(spec, q, k), abs=1e-13)
 
 
-@pytest.mark.parametrize(("m", "n"), [(5, 5), (9, 2), (0, 250), (100_003, 99_000)])
-@anywhere
-def test_a_score_is_that_of_two_tokens_rotated_at_their_positions(spec, seq_len, m, n):
-    q, k = draw(2, spec.head_dim, seed=1)
-    at = [np.full((1, spec.num_axes) if spec.num_axes > 1 else 1, p) for p in (m, n)]
-    rotated = [
-        rotary.apply(spec, x[None], positions=p, seq_len=seq_len)[0]
-        for x, p in zip((q, k), at, strict=True)
-    ]
-    size = np.abs(q) @ np.abs(k) * rotary.inv_freq(spec, seq_len)[1] ** 2
-    for route in ROUTES:
-        found = score(spec, q, k, m - n, route=route, seq_len=seq_len)
-        assert float(found) == pytest.approx(rotated[0] @ rotated[1], abs=6 * TABLE * size)
-
-
 @pytest.mark.parametrize("moving", [(0,), (1, 2), (), (0, 1, 2)])
 def test_an_axis_that_does_not_move_is_a_distance_of_zero(moving):
     spec = Rotary(head_dim=12, axes=(0, 1, 2, 0, 1, 2), sign=-1)
@@ -154,16 +139,6 @@ def test_leading_axes_and_distances_broadcast(route):
 
 
 # --- its terms ---
-
-
-@anywhere
-def test_the_terms_add_up_to_the_score(spec, seq_len):
-    q, k = draw(2, 200, spec.head_dim, seed=3)
-    distances = np.random.default_rng(0).integers(-4096, 4096, 200)
-    scores = score(spec, q, k, distances, seq_len=seq_len)
-    terms = pair_terms(spec, q, k, distances, seq_len=seq_len)
-    assert terms.shape == (200, spec.rotary_dim // 2)
-    np.testing.assert_allclose(terms.sum(axis=-1) + still_term(spec, q, k), scores, atol=1e-12)
 
 
 @anywhere
@@ -235,11 +210,6 @@ def test_the_bound_is_the_largest_step_times_the_sum_of_sizes(spec, seq_len):
 def test_the_bound_counts_the_last_difference():
     ones = np.ones(16)  # all h are equal: the only step is the last one, to 0
     assert float(score_bound(Rotary(head_dim=16), ones, ones, 0)) == 2 * sum(range(1, 9))
-
-
-def test_the_bound_is_reached_by_a_single_pair():
-    spec, q = Rotary(head_dim=6, rotary_dim=2), np.arange(1.0, 7.0)
-    assert float(score_bound(spec, q, q, 0)) == pytest.approx(float(score(spec, q, q, 0)))
 
 
 # --- the curve of the paper ---
