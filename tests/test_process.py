@@ -53,10 +53,9 @@ def work(library, learn=True):
 """
 
 
-def work(library, learn=True):
-    names = {}
-    exec(WORK, names)
-    return names["work"](library, learn)
+names = {}
+exec(WORK, names)
+work = names["work"]
 
 
 def python(script, *arguments, timeout=60, **environment):
@@ -168,18 +167,12 @@ def test_eight_threads_fill_the_cache_once_each_way():
         digests = list(pool.map(first_use, specs))
     assert digests[:4] == digests[4:]
     assert len(set(digests)) == 4
-    assert digests[0] == first_digest(specs[0], x)
-
-
-def first_digest(spec, x):
-    return hashlib.sha256(rotary.apply(spec, x)).hexdigest()
+    assert digests[0] == hashlib.sha256(rotary.apply(specs[0], x)).hexdigest()
 
 
 def test_threads_that_start_with_a_pool_that_allows_one_only():
     """Numba's own pool aborts the process when two threads enter it."""
-    script = (
-        WORK
-        + """
+    script = """
 import ctypes, numba
 from concurrent.futures import ThreadPoolExecutor
 real = ctypes.CDLL
@@ -196,8 +189,7 @@ with ThreadPoolExecutor(8) as pool:
 assert numba.threading_layer() == "workqueue", numba.threading_layer()
 print(*digests)
 """
-    )
-    got = python(script, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS=2)
+    got = python(WORK + script, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS=2)
     assert got.split() == [work(library) for library in LIBRARIES] * 4
 
 
@@ -247,9 +239,7 @@ def test_a_forked_child_answers(parent):
 
     No backward pass in the child: the large operators of torch around it do hang there.
     """
-    script = (
-        WORK
-        + """
+    script = """
 import os, signal, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads: it is the point
 import torch
@@ -266,17 +256,14 @@ for library in ("numpy", "torch"):
     assert status == 0, f"child with {library} ended with status {status}"
 assert work(sys.argv[1]) == before  # the parent goes on as before
 """
-    )
-    got = python(script, parent)
+    got = python(WORK + script, parent)
     assert got.split() == [work(library, learn=False) for library in LIBRARIES]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_fork_while_other_threads_work():
     """The child may not inherit a lock that another thread held."""
-    script = (
-        WORK
-        + """
+    script = """
 import os, signal, threading, warnings
 warnings.simplefilter("ignore", DeprecationWarning)
 work("numpy")  # compiled: a fork in the middle of Numba's compiler is not ours to mend
@@ -304,15 +291,12 @@ for thread in threads:
     thread.join()
 print(*codes)
 """
-    )
-    assert python(script) == " ".join("0" * 5)
+    assert python(WORK + script) == " ".join("0" * 5)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_fork_while_another_thread_holds_the_cache():
-    script = (
-        WORK
-        + """
+    script = """
 import os, signal, threading, time, warnings
 from rotary.angles import _cache
 warnings.simplefilter("ignore", DeprecationWarning)
@@ -334,8 +318,7 @@ if pid == 0:
 thread.join()
 print(os.waitpid(pid, 0)[1])
 """
-    )
-    assert python(script) == "0"
+    assert python(WORK + script) == "0"
 
 
 # --- packages that are not there ---
@@ -355,9 +338,7 @@ sys.meta_path.insert(0, Block())
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_without_numba_the_law_gives_the_same_numbers(library, tmp_path):
     """The rotation bit for bit; tables to the 1.5e-7 that is promised of both."""
-    script = (
-        BLOCK.format(names={"numba", "llvmlite"})
-        + """
+    script = """
 import numpy as np, rotary
 from rotary.kernels import host
 assert host().name == "reference"
@@ -379,14 +360,13 @@ if library == "torch":
     assert out is buffer and torch.equal(out, y)
 np.savez(path, y=y, cos=cos, sin=sin, **extra)
 """
-    )
     x = np.random.default_rng(0).standard_normal((2, 3, 50, 64)).astype(np.float32)
     positions = np.arange(50) * 10_007
     cos, sin = rotary.cos_sin(SPEC, positions)
     want = rotary.rotate(x, cos, sin, layout="interleaved")
     path = tmp_path / "arrays.npz"
     np.savez(path, x=x, positions=positions, cos=cos, sin=sin)
-    python(script, library, str(path))
+    python(BLOCK.format(names={"numba", "llvmlite"}) + script, library, str(path))
     got = dict(np.load(path))
     assert got["y"].tobytes() == want.tobytes()
     for name, table in (("cos", cos), ("sin", sin)):
@@ -410,9 +390,7 @@ def test_commands_need_nothing_that_is_optional(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "head_dim": 64, "rope_theta": 5e5}')
     optional = {"numba", "llvmlite", "torch", "jax", "transformers", "matplotlib", "starlette"}
-    script = (
-        BLOCK.format(names=optional)
-        + """
+    script = """
 import contextlib, io
 from rotary.cli import main
 for arguments in (["inspect"], ["freqs"], ["diff"], ["doctor"], ["reach"], ["decay"], ["vectors"],
@@ -428,8 +406,7 @@ for arguments in (["inspect"], ["freqs"], ["diff"], ["doctor"], ["reach"], ["dec
     if code:
         print(arguments[0], code, err.getvalue().strip())
 """
-    )
-    assert python(script, str(path)) == (
+    assert python(BLOCK.format(names=optional) + script, str(path)) == (
         "plan 1 error: a search of bases needs Numba (No module named 'numba'): pip install numba"
     )
 
@@ -470,10 +447,8 @@ def filled():
 FILL = FILLED + "print(filled())"  # compiles the smallest loop, in half the time of a rotation
 
 
-def filled():
-    names = {}
-    exec(FILLED, names)
-    return names["filled"]()
+exec(FILLED, names)
+filled = names["filled"]
 
 
 PLACES = {

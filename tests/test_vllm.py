@@ -74,6 +74,22 @@ def packed(dtype=torch.float32, heads=(3, 2)):
     return rows[:, : heads[0] * HEAD], rows[:, heads[0] * HEAD : sum(heads) * HEAD]
 
 
+@pytest.fixture
+def as_vllm(calls):
+    """A function that compares an answer of the plug-in with vLLM's own, and returns it."""
+
+    def answer(rope, positions, *given, own="forward_native", **allowed):
+        copies = [x.clone() for x in given]
+        expected = getattr(own_of(rope), own)(rope, positions, *copies)
+        calls.clear()
+        results = rope(positions, *given)
+        torch.testing.assert_close(results, tuple(expected), **allowed)
+        assert len(calls) == 1
+        return results
+
+    return answer
+
+
 def own_of(rope):
     """The class of vLLM that the class of an embedding stands for."""
     return type(rope).__mro__[1]
@@ -99,70 +115,47 @@ def test_it_loads_nothing_of_vllm_unless_it_is_named(monkeypatch):
 @pytest.mark.parametrize("is_half", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_q_and_k_are_rotated_in_place(vllm, calls, is_half, dtype, index):
+def test_q_and_k_are_rotated_in_place(vllm, as_vllm, is_half, dtype, index):
     rope = vllm().LinearScalingRotaryEmbedding(HEAD, 8, ROWS, 1e4, is_half, dtype)
     q, k = packed(dtype)
     positions = torch.tensor([3, 9, 63, 0, 7], dtype=index)
-    calls.clear()
-    expected = own_of(rope).forward_native(rope, positions, q.clone(), k.clone())
-    results = rope(positions, q, k)
+    results = as_vllm(rope, positions, q, k, rtol=0, atol=4 * torch.finfo(dtype).eps)
     assert results[0] is q
     assert results[1] is k
-    for x, y in zip(results, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=4 * torch.finfo(dtype).eps)
-    assert len(calls) == 1
 
 
-def test_q_alone_and_positions_of_a_batch(vllm, calls):
+def test_q_alone_and_positions_of_a_batch(vllm, as_vllm):
     rope = vllm().RotaryEmbedding(*PLAIN)
     q = torch.ones(2, 3, 2 * HEAD)
-    positions = torch.tensor([[0, 1, 2], [5, 6, 7]])
-    expected, _ = own_of(rope).forward_native(rope, positions, q.clone())
-    calls.clear()
-    results = rope(positions, q)
+    results = as_vllm(rope, torch.tensor([[0, 1, 2], [5, 6, 7]]), q)
     assert results[0] is q
     assert results[1] is None
-    torch.testing.assert_close(q, expected)
-    assert len(calls) == 1
 
 
-def test_each_pair_of_m_rope_follows_its_axis(vllm, calls):
+def test_each_pair_of_m_rope_follows_its_axis(vllm, as_vllm):
     rope = vllm().MRotaryEmbedding(*PLAIN, mrope_section=[1, 1, 2])
     q, k = packed()
     before = q.clone()
     for positions in (torch.arange(5), torch.tensor([[0, 0, 0, 1, 2], [1, 5, 9, 1, 2], [7] * 5])):
-        expected = own_of(rope).forward_native(rope, positions, q, k)
-        calls.clear()
-        for x, y in zip(rope(positions, q, k), expected, strict=True):
-            torch.testing.assert_close(x, y)
-        assert len(calls) == 1
+        as_vllm(rope, positions, q, k)
     assert torch.equal(q, before)  # vLLM's class returns new tensors
 
 
-def test_offsets_and_heads_of_deepseek(vllm, calls):
+def test_offsets_and_heads_of_deepseek(vllm, as_vllm):
     rope = vllm().DeepseekScalingRotaryEmbedding(HEAD, HEAD, ROWS, 1e4, False, torch.float32)
-    q, k = (x.view(TOKENS, -1, HEAD) for x in packed())
-    positions = torch.arange(TOKENS)
-    for offsets in (None, torch.full((TOKENS,), 20)):
-        expected = own_of(rope).forward_native(rope, positions, q, k, offsets)
-        calls.clear()
-        for x, y in zip(rope(positions, q, k, offsets), expected, strict=True):
-            torch.testing.assert_close(x, y)
-        assert len(calls) == 1
+    xs = [x.view(TOKENS, -1, HEAD) for x in packed()]
+    for offsets in ((), (torch.full((TOKENS,), 20),)):
+        as_vllm(rope, torch.arange(TOKENS), *xs, *offsets)
 
 
 @pytest.mark.parametrize("exact", ["0", "1"])
-def test_long_rope_reads_the_rows_of_its_long_list(vllm, calls, exact):
+def test_long_rope_reads_the_rows_of_its_long_list(vllm, as_vllm, exact):
     vllm(exact)
     package = importlib.import_module(PACKAGE)
     for dtype in (torch.float32, torch.bfloat16):
         rope = package.Phi3LongRoPEScaledRotaryEmbedding(HEAD, HEAD, ROWS, dtype)
-        q, k = packed(dtype)
-        expected = own_of(rope).forward(rope, torch.arange(TOKENS), q, k)
-        calls.clear()
-        for x, y in zip(rope(torch.arange(TOKENS), q, k), expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=4 * torch.finfo(dtype).eps)
-        assert len(calls) == 1
+        close = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
+        as_vllm(rope, torch.arange(TOKENS), *packed(dtype), own="forward", **close)
 
 
 @pytest.mark.parametrize("position", [-1, ROWS])
@@ -172,28 +165,25 @@ def test_a_position_of_m_rope_outside_the_table_is_an_error(vllm, position):
         rope(torch.tensor([[0, 1, 2, 3, 4], [5, 6, position, 8, 9], [0] * 5]), *packed())
 
 
-def test_the_short_list_of_long_rope_ends_where_the_long_one_begins(vllm, monkeypatch):
+def test_the_short_list_of_long_rope_ends_where_the_long_one_begins(vllm, as_vllm, monkeypatch):
     vllm()
     kind = importlib.import_module(PACKAGE).Phi3LongRoPEScaledRotaryEmbedding
     monkeypatch.setattr(kind, "use_long_rope", False)
     rope = kind(HEAD, HEAD, ROWS, torch.float32)
     q, k = packed()
-    expected = own_of(rope).forward(rope, torch.arange(TOKENS), q, k)
-    for x, y in zip(rope(torch.arange(TOKENS), q, k), expected, strict=True):
-        torch.testing.assert_close(x, y)
+    as_vllm(rope, torch.arange(TOKENS), q, k, own="forward")
     with pytest.raises(ValueError, match=r"position.* 8"):
         rope(torch.tensor([0, 1, 2, 3, 8]), q, k)
 
 
-def test_a_prepared_call_takes_other_arrays_and_refuses_other_rows(vllm, calls):
+def test_a_prepared_call_takes_other_arrays_and_refuses_other_rows(vllm):
     rope = vllm().RotaryEmbedding(*PLAIN)
     positions = torch.arange(TOKENS)
     for heads in ((3, 2), (3, 2), (3, 5), (3, 2)):  # the same shapes with other strides: (3, 5)
         q, k = packed(heads=heads)
         k = k[:, : 2 * HEAD]
         expected = own_of(rope).forward_native(rope, positions, q.clone(), k.clone())
-        for x, y in zip(rope(positions, q, k), expected, strict=True):
-            torch.testing.assert_close(x, y)
+        torch.testing.assert_close(rope(positions, q, k), expected)
     before = q.clone()
     with pytest.raises(ValueError, match=f"positions run from 60 to 64, the tables have {ROWS}"):
         rope(positions + 60, q, k)
@@ -313,17 +303,14 @@ def test_a_wrong_value_of_rotary_exact(vllm):
         vllm("yes")
 
 
-def test_tables_follow_the_buffer_of_vllm(vllm):
+def test_tables_follow_the_buffer_of_vllm(vllm, as_vllm):
     """A buffer that is written to, replaced or cast: never rows of the old one."""
     rope = vllm().RotaryEmbedding(*PLAIN[:-1], torch.bfloat16)
     positions = torch.arange(TOKENS)
 
     def changed(by):
         by()
-        q, k = packed(rope.cos_sin_cache.dtype)
-        expected = own_of(rope).forward_native(rope, positions, q.clone(), k.clone())
-        for x, y in zip(rope(positions, q, k), expected, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=2**-6)
+        as_vllm(rope, positions, *packed(rope.cos_sin_cache.dtype), rtol=0, atol=2**-6)
 
     changed(lambda: rope.cos_sin_cache.copy_(rope.cos_sin_cache.flip(0)))
     changed(lambda: setattr(rope, "cos_sin_cache", rope.cos_sin_cache.roll(1, 0)))
