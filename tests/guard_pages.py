@@ -30,6 +30,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 import torch
+from grids import pairwise
 from guarded_memory import FILL, Guarded
 from kernel_cases import DTYPES
 from kernel_cases import to_torch as tensor
@@ -381,52 +382,33 @@ def mended(case):
     return case
 
 
-def pairwise(chance):
-    """Cases in which every two values of two factors meet, drawn until they all have."""
-    missing = {
-        (i, a, j, b)
-        for (i, one), (j, other) in itertools.combinations(enumerate(FACTORS), 2)
-        for a in range(len(one))
-        for b in range(len(other))
-    }
-    todo = sorted(missing)
-    chance.shuffle(todo)
-    while todo:
-        i, a, j, b = todo.pop()
-        if (i, a, j, b) not in missing:
+def drawn():
+    """Cases in which every two values of two factors meet."""
+    for values in pairwise(*FACTORS):
+        case = Case(*values)
+        sizes = {axis: getattr(case, axis) for axis in ("tokens", "heads", "head_dim")}
+        if math.prod(sizes.values()) <= MOST:
+            yield case
             continue
-        best, most, draws = None, -1, 0
-        while draws < 12 or best is None:
-            draws += 1
-            values = [chance.randrange(len(factor)) for factor in FACTORS]
-            values[i], values[j] = a, b
-            if math.prod(EDGES[at] for at in values[-3:]) > MOST:
-                continue
-            met = {(i, values[i], j, values[j]) for i, j in ALL_PAIRS} & missing
-            if len(met) > most:
-                best, most = values, len(met)
-        missing -= {(i, best[i], j, best[j]) for i, j in ALL_PAIRS}
-        yield Case(*(factor[at] for factor, at in zip(FACTORS, best, strict=True)))
-
-
-ALL_PAIRS = list(itertools.combinations(range(len(FACTORS)), 2))
+        for axis in sizes:  # two of three sizes meet at a time
+            yield case._replace(**{axis: 2})
 
 
 def whole(chance):
     """All sizes 0 to 257 of every two axes, and of each axis with every call and dtype."""
 
-    def drawn(**given):
+    def chosen(**given):
         return Case(*map(chance.choice, FACTORS))._replace(**given)
 
     axes = "tokens", "heads", "head_dim"
     for one, other in itertools.combinations(axes, 2):
         (third,) = {*axes} - {one, other}
         for a, b in itertools.product(range(258), repeat=2):
-            yield drawn(**{one: a, other: b, third: chance.randrange(2, 4)})
+            yield chosen(**{one: a, other: b, third: chance.randrange(2, 4)})
     for axis in axes:
         for call, dtype, size in itertools.product(CALLS, DTYPES, range(258)):
             small = {each: chance.randrange(1, 9) for each in axes}
-            yield drawn(call=call, dtype=dtype, **small | {axis: size})
+            yield chosen(call=call, dtype=dtype, **small | {axis: size})
 
 
 # --- one case ---
@@ -559,8 +541,8 @@ def main():
     for is_cut in (False, True):
         if is_cut:
             cut_small()
-        chance = random.Random(0)
-        for number, case in enumerate(whole(chance) if options.whole else pairwise(chance)):
+        cases = whole(random.Random(0)) if options.whole else drawn()
+        for number, case in enumerate(cases):
             if number == options.show:
                 sys.exit(str(case))
             is_other_way = options.whole and number // parts % 2 != is_cut  # each size once
