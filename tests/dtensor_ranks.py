@@ -53,7 +53,14 @@ def q_and_k(dtype=torch.float32, seq_dim=-2, grad=False):
 
 
 def same(got, whole, case=""):
-    """That this rank holds, bit for bit, its part of a whole tensor, and knows the shape of it."""
+    """That this rank holds, bit for bit, its part of a whole tensor, and knows the shape of it.
+
+    Or of each of several tensors.
+    """
+    if not isinstance(whole, torch.Tensor):
+        for one, other in zip(got, whole, strict=True):
+            same(one, other, case)
+        return
     want = cut(whole.detach(), got.device_mesh, got.placements).to_local()
     assert got.shape == whole.shape, f"{case}: shape {got.shape}, not {whole.shape}"
     local = got.to_local()
@@ -149,9 +156,8 @@ def gradients_have_the_bits_of_the_whole(world):
         given = [cut(w, mesh, placements) for w in weights]
         got = torch.autograd.grad(rotary.rotate(shards, cos, sin, SPEC), shards, given)
         exact = torch.autograd.grad(rotary.apply(SPEC, *shards), shards, given)
-        for one, other, a, b in zip(got, want, exact, by_angle, strict=True):
-            same(one, other, case)
-            same(a, b, case)
+        same(got, want, case)
+        same(exact, by_angle, case)
 
 
 def second_gradients_are_those_of_the_whole(world):
@@ -210,8 +216,7 @@ def apply_counts_positions_over_all_ranks(world):
         options = {"precision": precision, "seq_dim": seq_dim, "seq_len": seq_len}
         want = rotary.apply(SPECS[name], *whole, **options)
         got = rotary.apply(SPECS[name], *[cut(x, mesh, placements) for x in whole], **options)
-        for one, other in zip(got, want, strict=True):
-            same(one, other, f"{name} {options} {case}")
+        same(got, want, f"{name} {options} {case}")
 
 
 def apply_takes_positions_whole_or_cut(world):
@@ -239,8 +244,7 @@ def apply_takes_positions_whole_or_cut(world):
         where = positions if form == "plain" else cut(positions, mesh, lie)
         shards = [cut(x, mesh, placements) for x in whole]
         got = rotary.apply(spec, *shards, positions=where, seq_len=seq_len)
-        for one, other in zip(got, want[name], strict=True):
-            same(one, other, f"{name} {form} {case}")
+        same(got, want[name], f"{name} {form} {case}")
 
 
 def tables_lie_as_their_positions(world):
@@ -267,8 +271,7 @@ def row_numbers_pick_from_whole_tables(world):
         both = [cut(table, mesh, [Replicate()] * mesh.ndim) for table in (cos, sin)]
         for tables, positions in (((cos, sin), rows), ((cos, sin), rows.numpy()), (both, own)):
             got = rotary.rotate(shards, *tables, SPEC, positions=positions)
-            for one, other in zip(got, want, strict=True):
-                same(one, other, case)
+            same(got, want, case)
 
 
 def q_and_k_may_lie_differently(world):
@@ -285,8 +288,7 @@ def q_and_k_may_lie_differently(world):
             for got in (rotary.rotate(shards, cos, sin, SPEC), rotary.apply(SPEC, *shards)):
                 given = [cut(w, mesh, p) for w, p in zip(weights, pair, strict=True)]
                 back = torch.autograd.grad(got, shards, given)
-                for one, other in zip((*got, *back), (*want, *grads), strict=True):
-                    same(one, other, str(pair))
+                same((*got, *back), (*want, *grads), str(pair))
 
 
 def the_loops_write_into_the_shards(world):
@@ -304,9 +306,8 @@ def the_loops_write_into_the_shards(world):
         outs = [torch.full_like(x, torch.nan) for x in shards]
         again = [cut(x.clone(), mesh, placements) for x in whole]
         assert rotary.apply(SPEC, *again, out=outs)[1] is outs[1]
-        for one, other, third in zip(got, want, outs, strict=True):
-            same(one, other, case)
-            same(third, other, case)
+        same(got, want, case)
+        same(outs, want, case)
     mesh, bits = next(meshes(world)), torch.randn(2, 2, 8, 8)
     a, b = bits.clone()
     xs = DTensor.from_local(a, mesh, [Shard(0)]), DTensor.from_local(b, mesh, [Replicate()])
@@ -324,8 +325,7 @@ def heads_and_tokens_are_counted_in_the_whole(world):
     tables = rotary.cos_sin(SPEC, torch.arange(4 * world))
     shards = [cut(x, mesh, [Shard(2)]) for x in xs]
     want = rotary.rotate(xs, *tables, SPEC)
-    for got, whole in zip(rotary.rotate(shards, *tables, SPEC), want, strict=True):
-        same(got, whole)
+    same(rotary.rotate(shards, *tables, SPEC), want)
     square, few = cut(torch.randn(BATCH, 4, 4, 8), mesh, [Shard(1)]), torch.arange(4)
     words = "seq_dim=-2", "seq_dim=-3"
     refused(lambda: rotary.rotate(square, *rotary.cos_sin(SPEC, few), SPEC), ValueError, *words)
@@ -435,8 +435,7 @@ def a_rank_outside_of_the_mesh_has_nothing_to_do(world):
     shards = [cut(x, mesh, [Shard(2)]) for x in whole]
     got = rotary.apply(SPEC, *shards)
     if dist.get_rank() < 2:
-        for one, other in zip(got, rotary.apply(SPEC, *whole), strict=True):
-            same(one, other)
+        same(got, rotary.apply(SPEC, *whole))
     else:
         assert [x.to_local().numel() for x in got] == [0, 0]
         assert rotary.apply(SPEC, *shards, out=shards)[0] is shards[0]
@@ -645,8 +644,7 @@ def a_compiled_call_writes_into_the_shards(world):
         backend="aot_eager",
     )
     call(*shards)
-    for one, other in zip(shards, rotary.rotate(whole, cos, sin, SPEC), strict=True):
-        same(one, other)
+    same(shards, rotary.rotate(whole, cos, sin, SPEC))
 
 
 class Projections(torch.nn.Module):

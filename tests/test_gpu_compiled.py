@@ -225,8 +225,7 @@ def test_apply_is_one_launch_without_tables_forward_and_backward(name):
     tables = rotary.cos_sin(spec, positions)
     wanted = rotary.rotate((q, k), *tables, spec)
     turned_back = rotary.rotate(upstream, *tables, spec, conjugate=True)
-    for got, want in zip((*results, *grads), (*wanted, *turned_back), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=4e-6)
+    torch.testing.assert_close((*results, *grads), (*wanted, *turned_back), rtol=0, atol=4e-6)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -297,8 +296,7 @@ def test_rotation_by_given_tables_is_one_launch(rows):
     for operand in range(7):
         assert f"({operand},): [['tt.divisibility', 16]]" in source
     assert re.search(r"'ROUNDED': True", source)
-    for got, want in zip(results, call(q, k, *tables, rows), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(results, call(q, k, *tables, rows), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -335,8 +333,7 @@ def test_what_inductor_cannot_see_is_an_operator(why, monkeypatch):
     (graph,), results = compiled(call, *given, dynamic=why != "ROCm")
     names = [str(node.target) for node in graph.graph.nodes if "rotary" in str(node.target)]
     assert names == ["rotary.rotate.default", "rotary.rotate_at.default"]
-    for got, want in zip(results, call(*given), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(results, call(*given), rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -349,8 +346,7 @@ def test_in_place_nothing_is_copied(spec):
         rotary.apply(spec, q, k, positions=positions, out=(q, k))
 
     (graph,), _ = compiled(call, q, k, POSITIONS)
-    for got, wanted in zip((q, k), want, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
+    torch.testing.assert_close((q, k), want, rtol=0, atol=2e-6)
     source = lowered(graph)
     assert launches(source) == (0, 1)
     assert ".clone" not in source
@@ -370,8 +366,7 @@ def test_channels_that_are_not_rotated_are_copied_by_the_launch(is_new):
 
     out = () if is_new else (torch.full_like(q, 7.0), torch.full_like(k, 7.0))
     (graph,), got = compiled(call, q, k, *out)
-    for each, wanted in zip(got, want, strict=True):
-        torch.testing.assert_close(each, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert launches(lowered(graph)) == (0, 1)
 
 

@@ -310,8 +310,7 @@ def test_esmfold2_is_a_custom_schedule_of_four_axes():
         torch.testing.assert_close(parity.half_width(wide, half), half, rtol=0, atol=0)
     q, k = random(2, 1, 4, 50, width).float()
     mine = rotary.rotate((q, k), *ours, spec)
-    for got, want in zip(mine, module.apply_rotary_pos_emb(q, k, *theirs), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(mine, module.apply_rotary_pos_emb(q, k, *theirs), rtol=0, atol=0)
 
 
 def test_musicflamingo_turns_by_seconds_times_a_number():
@@ -378,8 +377,9 @@ def test_gptj_and_codegen(name):
     table = module.create_sinusoidal_positions(300, spec.rotary_dim)
     sin, cos = table.chunk(2, dim=-1)
     ours = rotary.cos_sin(spec, torch.arange(300))
-    for got, want in zip(ours, (cos, sin), strict=True):  # theirs are float32 angles
-        torch.testing.assert_close(got, want, rtol=0, atol=300 * 2.0**-23)
+    torch.testing.assert_close(
+        ours, (cos, sin), rtol=0, atol=300 * 2.0**-23
+    )  # theirs are float32 angles
     x = torch.randn(1, 300, 4, spec.rotary_dim)
     want = module.apply_rotary_pos_emb(x, sin[None], cos[None])
     got = rotary.rotate(x, cos, sin, layout="interleaved", seq_dim=-3)
@@ -396,8 +396,7 @@ def test_roformer():
     q, k = torch.randn(1, 4, 64, spec.head_dim), torch.randn(1, 4, 64, spec.head_dim)
     want = module.RoFormerSelfAttention.apply_rotary_position_embeddings(made, q, k)
     ours = rotary.apply(spec, q, k)
-    for got, theirs in zip(ours, want, strict=True):
-        torch.testing.assert_close(got, theirs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours, want, rtol=0, atol=2e-6)
 
 
 # --- the table is what transformers says ---
