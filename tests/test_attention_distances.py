@@ -185,15 +185,6 @@ def test_layouts_and_slices_are_one_rotation():
     np.testing.assert_allclose(turned, mirrored, rtol=0, atol=1e-14)
 
 
-@EACH
-def test_gradients_reach_q_k_and_v(name):
-    arrays = [torch.from_numpy(x).requires_grad_() for x in qkv(1, 1, 9, 4)]
-    distances, _ = MAPS[name]
-    assert torch.autograd.gradcheck(
-        lambda *x: distance_attention(*x, Rotary(head_dim=4), distances), arrays
-    )
-
-
 @LIBRARIES
 def test_distances_of_positions_without_a_sign_are_those_of_others(library):
     x, wide = library(draw(6, 8)), np.arange(6)

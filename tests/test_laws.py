@@ -213,43 +213,6 @@ def test_wavelengths_run_from_2_pi_to_2_pi_base():
     assert (slower[1:] > wavelengths[1:]).all()  # a larger base turns more slowly
 
 
-def test_sinusoidal_embeddings_have_the_same_kernel():
-    spec = Rotary(head_dim=64, layout="interleaved")
-    m, n = 901, 17
-    steps = 10_000.0 ** (-2 * np.arange(32) / 64)
-    embedding = [np.stack([np.sin(p * steps), np.cos(p * steps)], -1).ravel() for p in (m, n)]
-    unit = np.tile([[1.0, 0.0]], 32)
-    score = rotated(spec, unit, m) @ rotated(spec, unit, n).T
-    np.testing.assert_allclose(score.item(), embedding[0] @ embedding[1], atol=64 * TABLE)
-
-
-# --- section 3.4.3: decay ---
-
-
-def test_a_score_is_summed_by_parts_and_bounded():
-    spec = Rotary(head_dim=64, layout="interleaved")
-    for seed, distance in enumerate([1, 10, 250, 10_000]):
-        q, k = draw(1, 64, seed=seed), draw(1, 64, seed=seed + 100)
-        score = (rotated(spec, q, 50 + distance) * rotated(spec, k, 50)).sum()
-        h = (as_complex(q, "interleaved") * as_complex(k, "interleaved").conj())[0]
-        steps = np.diff(np.append(h, 0))  # h_{d/2} = 0
-        sums = np.cumsum(np.exp(1j * angles(spec, distance)[0]))
-        assert score == pytest.approx(-(sums * steps).sum().real, abs=1e-4)  # equation 36
-        assert abs(score) <= np.abs(steps).max() * np.abs(sums).sum()  # equation 37
-
-
-def test_similar_keys_win_by_twice_the_sum_of_cosines():
-    spec, count, m = Rotary(head_dim=16), 20_000, 3
-    q, k = draw(count, 1, 16, seed=1), draw(count, 1, 16, seed=2)
-    noise = 0.1 * draw(count, 1, 16, seed=3)
-    turned = rotary.apply(spec, q, positions=np.array([m]))
-    gain = (turned * (q + noise)).sum(-1) - (turned * k).sum(-1)
-    wanted = 2 * np.cos(angles(spec, m)).sum()  # arXiv 2405.14591, theorem 1, sigma = 1
-    error = gain.std() / math.sqrt(count)
-    assert gain.mean() == pytest.approx(wanted, abs=5 * error)  # five standard errors
-    assert 5 * error < 0.1 * abs(wanted)
-
-
 # --- the two layouts ---
 
 

@@ -26,8 +26,7 @@ def heads(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def assert_equal(ours: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    for mine, other in zip(ours, wanted, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
 
 
 def test_it_holds_nothing():
@@ -155,13 +154,6 @@ def test_its_angles_survive_what_is_done_to_models(change):
     assert isinstance(changed, RotaryEmbedding)
     assert changed.spec == spec
     assert_equal(changed(q, k), wanted)
-
-
-def test_a_model_cast_to_bfloat16_rounds_only_q_and_k():
-    q, k = heads(torch.bfloat16)
-    single = RotaryEmbedding(SPEC)(q.float(), k.float())
-    cast = nn.ModuleList([RotaryEmbedding(SPEC)]).bfloat16()[0](q, k)
-    assert_equal(cast, tuple(x.bfloat16() for x in single))
 
 
 # --- the two classes of the implementation notes, each replaced by one line ---

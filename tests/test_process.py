@@ -154,22 +154,6 @@ def test_eight_threads_at_once(library):
     assert digests == {work(library)}
 
 
-def test_eight_threads_fill_the_cache_once_each_way():
-    """Tables that several threads build at the same time, of specs nobody has used."""
-    specs = [rotary.Rotary(head_dim=64, base=4321.0 + n) for n in range(4)] * 2
-    x, barrier = np.ones((1, 1, 700, 64), np.float32), Barrier(8)
-
-    def first_use(spec):
-        barrier.wait()
-        return hashlib.sha256(rotary.apply(spec, x)).hexdigest()
-
-    with ThreadPoolExecutor(8) as pool:
-        digests = list(pool.map(first_use, specs))
-    assert digests[:4] == digests[4:]
-    assert len(set(digests)) == 4
-    assert digests[0] == hashlib.sha256(rotary.apply(specs[0], x)).hexdigest()
-
-
 def test_threads_that_start_with_a_pool_that_allows_one_only():
     """Numba's own pool aborts the process when two threads enter it."""
     script = """

@@ -206,14 +206,6 @@ def test_ntk_is_dynamic_ntk_in_a_row_of_that_length(arithmetic):
     np.testing.assert_array_equal(SCHEDULES["ntk"](D, 1e4, arithmetic, factor=4)[0], dynamic)
 
 
-def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest():
-    plain, stretched = Case("default").call()[0], Case("ntk", {"factor": 8.0}).call()[0]
-    ratio = plain / stretched
-    assert ratio[0] == 1
-    assert ratio[-1] == pytest.approx(8, rel=1e-13)  # 60 roundings of a power
-    assert (np.diff(ratio) > 0).all()
-
-
 @pytest.mark.parametrize("case", [c for c in CASES if c.schedule == "ntk_mixed"], ids=str)
 def test_ntk_mixed_is_the_formula_of_kexue_9706(case):
     factor, b = case.params["factor"], case.params.get("b", 0.625)
@@ -318,15 +310,6 @@ def test_float32_is_the_same_formula(case, arithmetic):
         assert single.dtype == np.float32
         assert factor == same_factor
         np.testing.assert_allclose(single, double, rtol=FLOAT32_RTOL, atol=0)
-
-
-@every_case
-def test_position_0_is_the_amplitude(case):
-    spec = case.spec()
-    origin = np.zeros((1, spec.num_axes) if spec.num_axes > 1 else 1, np.int64)
-    cos, sin = rotary.cos_sin(spec, origin)
-    np.testing.assert_array_equal(cos, np.full((1, D // 2), case.call()[1], np.float32))
-    assert not sin.any()
 
 
 @every_case

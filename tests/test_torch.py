@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-import warnings
 from types import ModuleType
 
 import pytest
@@ -559,13 +558,6 @@ def test_negated_views_are_read_as_what_they_say():
     )
     back = rotary.rotate(x, cos, torch._neg_view(sin), layout="half")
     torch.testing.assert_close(back, formula(x, cos, -sin), rtol=0, atol=0)
-
-
-def test_calling_it_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        q, k = rotary.apply(SPECS["default"], *lengths(5)[0])
-        torch.autograd.grad(q.sum() + k.sum(), q)
 
 
 # --- tensors whose memory is elsewhere ---

@@ -233,17 +233,6 @@ def test_an_inference_tensor_is_written_in_inference_mode_alone():
         rotate((q, k), cos, sin, layout="half", out=out)
 
 
-def test_autograd_is_told_what_was_overwritten():
-    q, k, cos, sin = operands()
-    for _ in range(2):
-        own = q.clone(), k.clone()
-        w = torch.ones_like(q, requires_grad=True)
-        loss = (w * own[0]).sum()
-        rotate(own, cos, sin, layout="half", out=own)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
 def test_sixty_four_shapes_in_turn_are_all_kept(monkeypatch):
     monkeypatch.setattr(torch_ready, "recent", {})
     calls = [operands()[:2] for _ in range(64)]
@@ -360,5 +349,4 @@ def test_make_fx_records_a_call_like_one_before():
         turned(q, k)
     program = make_fx(turned)(q, k)
     other = [torch.randn_like(x) for x in (q, k)]
-    for y, z in zip(program(*other), turned(*other), strict=True):
-        torch.testing.assert_close(y, z, rtol=0, atol=1e-6)
+    torch.testing.assert_close(program(*other), turned(*other), rtol=0, atol=1e-6)
