@@ -162,12 +162,6 @@ def test_left_padded_counts_as_generate_does(mask):
     np.testing.assert_array_equal(positions.left_padded(tensor.int().numpy()), theirs.numpy())
 
 
-def test_left_padded_is_zero_at_the_first_token():
-    ours = positions.left_padded([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    assert ours.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
-    assert positions.left_padded([0, 1, 1]).tolist() == [0, 0, 1]
-
-
 @pytest.mark.parametrize("mask", [[[0, 2]], [[0.5, 1]], 1, [[-1, 0]], [[0.0, float("nan")]]])
 def test_left_padded_refuses_other_masks(mask):
     with pytest.raises(ValueError, match="hold 0 for padding, 1 for tokens"):
@@ -300,12 +294,6 @@ def test_after_a_long_video_text_follows_the_last_frame():
     assert ours[-2:].tolist() == [[7] * 3, [8] * 3]
     assert theirs[-2:].tolist() == [[5] * 3, [6] * 3]
     np.testing.assert_array_equal(ours[:-2], theirs[:-2])
-
-
-def test_a_generated_token_follows_the_largest_position():
-    segments = [("text", 2), ("image", 1, 2, 7), ("text", 3)]
-    longer = positions.mrope([*segments, ("text", 1)])
-    assert longer[-1].tolist() == [positions.mrope(segments).max() + 1] * 3
 
 
 def test_mrope_of_nothing():

@@ -361,11 +361,6 @@ def test_a_node_of_a_draft_tree_is_one_after_its_parent(data):
     assert positions.draft(np.array(parents, np.int64), offset).tolist() == depth
 
 
-@pytest.mark.parametrize("count", range(10))
-def test_a_draft_without_branches_counts_up(count):
-    assert positions.draft(np.arange(count) - 1).tolist() == list(range(count))
-
-
 def test_a_branch_is_rotated_as_the_sequence_that_it_is():
     """Keys of a path through the tree are those of the same tokens one after the other."""
     spec, path = Rotary(head_dim=8), [0, 2, 4]

@@ -204,28 +204,6 @@ def test_two_ways_to_say_the_same_frequencies_move_alike():
 # --- the attention factor ---
 
 
-def test_the_attention_factor_is_in_a_moved_key_once():
-    spec, new_spec = PAIRS_OF_SPECS["both factors"]
-    factor, new_factor = (rotary.inv_freq(s)[1] for s in (spec, new_spec))
-    assert new_factor > 1.1 * factor > 1.1
-    x = normal(5, 8)
-    cached = rotary.apply(spec, x)
-    for new, wanted in ((spec, factor), (new_spec, new_factor), (Rotary(8), 1.0)):
-        moved = rerotate(cached, spec, np.arange(5), np.arange(5) + 100, new)
-        lengths = np.abs(as_complex(moved, spec)) / np.abs(as_complex(x, spec))
-        np.testing.assert_allclose(lengths, wanted, rtol=3 * ONE)
-
-
-@all_specs
-def test_there_and_back_is_where_it_was(spec, new_spec):
-    cached = normal(2, 3, 5, 8)
-    where = placed(spec, np.arange(5) * 1000)
-    target = placed(new_spec, np.array([5, 2**40, 0, 1, 7]))
-    there = rerotate(cached, spec, where, target, new_spec)
-    back = rerotate(there, new_spec, target, where, spec)
-    assert_pairs_close(back, as_complex(cached, spec), spec, 2.01 * ONE)
-
-
 # --- drift ---
 
 

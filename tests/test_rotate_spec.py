@@ -1,6 +1,7 @@
 """`rotate` takes the channels from the spec, or by hand, and never guesses them."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -75,26 +76,6 @@ def test_a_spec_says_which_channels_are_rotated(name, library):
         np.testing.assert_allclose(np.asarray(y), wanted, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "partial", "GPT-J"])
-def test_rows_of_a_table_and_in_place(name):
-    spec = SPECS[name]
-    (q, k), _ = arrays(spec, torch.from_numpy)
-    rows = torch.tensor([5, 0, 3, 9, 9, 1])
-    tables = rotary.cos_sin(spec, torch.arange(10))
-    wanted = [by_complex_numbers(spec, x.numpy(), rows.numpy()) for x in (q, k)]
-    rotary.rotate((q, k), *tables, spec, positions=rows, out=(q, k))
-    for x, want in zip((q, k), wanted, strict=True):
-        np.testing.assert_allclose(x.numpy(), want, rtol=0, atol=1e-6)
-
-
-def test_channels_by_hand(library):
-    spec = SPECS["partial, not from the first channel"]
-    (q, _), positions = arrays(spec, library)
-    tables = rotary.cos_sin(spec, positions)
-    by_hand = rotary.rotate(q, *tables, layout="interleaved", rotary_dim=8, start=4)
-    np.testing.assert_array_equal(np.asarray(by_hand), np.asarray(rotary.rotate(q, *tables, spec)))
-
-
 def test_without_a_layout(library):
     (q, k), positions = arrays(GPTJ, library)
     cos, sin = rotary.cos_sin(GPTJ, positions)
@@ -107,11 +88,14 @@ def test_without_a_layout(library):
             rotary.rotate((q, k), cos, sin, other)
 
 
-@pytest.mark.parametrize("layout", ["neox", ["half"], 0])
-def test_what_is_no_layout(layout, library):
+@pytest.mark.parametrize("option", ["layout", "out_layout"])
+@pytest.mark.parametrize("layout", ["neox", "", "Half", ["half"], 0])
+def test_what_is_no_layout(option, layout, library):
     (q, _), positions = arrays(GPTJ, library)
-    with pytest.raises(ValueError, match="layout must be 'half' or 'interleaved', got"):
-        rotary.rotate(q, *rotary.cos_sin(GPTJ, positions), layout=layout, rotary_dim=64)
+    by_hand = {"layout": "half", "rotary_dim": 64, option: layout}
+    message = f"{option} must be 'half' or 'interleaved', got {layout!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        rotary.rotate(q, *rotary.cos_sin(GPTJ, positions), **by_hand)
 
 
 @pytest.mark.parametrize(
@@ -329,15 +313,6 @@ def test_apply_is_cos_sin_and_rotate(name, library):
             got = rotary.apply(spec, q, k, positions=where, allow_negative=allow_negative, **given)
             for one, other in zip(got, wanted, strict=True):
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-
-
-@pytest.mark.parametrize(("layout", "out_layout"), [("half", None), ("interleaved", "half")])
-def test_conjugate_without_a_spec_negates_the_angles(layout, out_layout, library):
-    (q, _), positions = arrays(SPECS["half"], library)
-    cos, sin = rotary.cos_sin(SPECS["half"], positions)
-    way = {"layout": layout, "out_layout": out_layout}
-    back = rotary.rotate(q, cos, sin, **way, conjugate=True)
-    np.testing.assert_array_equal(np.asarray(back), np.asarray(rotary.rotate(q, cos, -sin, **way)))
 
 
 def test_positions_are_refused_with_as_many_axes_as_they_have(library):
