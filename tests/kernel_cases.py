@@ -44,6 +44,21 @@ def randn(*shape, seed=0, dtype=None, grad=False):
     return made.to(dtype or torch.float32).requires_grad_(grad)
 
 
+def channels(layout, pairs, start=0):
+    """Numbers of the first and of the second channels of the pairs, as a layout says."""
+    index = np.arange(pairs)
+    if layout == "half":
+        return start + index, start + pairs + index
+    return start + 2 * index, start + 2 * index + 1
+
+
+def as_complex(x, layout, pairs=None, start=0):
+    """The pairs of x as complex numbers, (..., pairs); without `pairs` all its channels."""
+    first, second = channels(layout, x.shape[-1] // 2 if pairs is None else pairs, start)
+    x = np.asarray(x, np.float64)
+    return x[..., first] + 1j * x[..., second]
+
+
 def way(options):
     """What `rotate` is passed for options."""
     names = set(Options._fields) - {"head_dim", "conjugate"}

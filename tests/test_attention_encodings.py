@@ -7,6 +7,7 @@ import pytest
 from attention_arrays import DTYPES, FAR, LIBRARIES, SHIFT, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import as_complex
 from libraries import if_installed
 
 from rotary import Rotary, apply, positions, rotate
@@ -21,12 +22,6 @@ from rotary.attention import (
 torch = if_installed("torch")
 
 EPS = 2.0**-52
-
-
-def complex_pairs(x, layout="half"):
-    if layout == "interleaved":
-        return x[..., 0::2] + 1j * x[..., 1::2]
-    return x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :]
 
 
 def scores_of(q, k):
@@ -93,7 +88,7 @@ def test_xpos_scores_are_those_of_the_paper(library, dtype, layout, scale_base, 
     zeta = ((np.arange(8) / 8 + gamma) / (1 + gamma)) ** (1 / scale_base)
     distance = np.arange(30)[:, None] - np.arange(30)
     factors = zeta ** distance[..., None] * np.exp(1j * distance[..., None] * theta)
-    products = complex_pairs(q, layout)[:, None] * complex_pairs(k, layout).conj()
+    products = as_complex(q, layout)[:, None] * as_complex(k, layout).conj()
     wanted = (products * factors).sum(axis=-1).real
     assert turned[0].dtype == turned[1].dtype == library(q).dtype
     # a factor above 1 magnifies the rounding of the keys; causal pairs, which are used, have none
@@ -236,7 +231,7 @@ def test_mixed_scores_turn_by_the_step_in_both_directions(library, fraction, lay
     turned = rotate((library(q), library(k)), cos, sin, layout=layout)
     step = where[:, None] - where[None]
     angles = np.einsum("mna,aht->hmnt", step, directions)
-    pairs = [complex_pairs(x, layout) for x in (q, k)]
+    pairs = [as_complex(x, layout) for x in (q, k)]
     wanted = np.einsum("bhmt,bhnt,hmnt->bhmn", pairs[0], pairs[1].conj(), np.exp(1j * angles)).real
     np.testing.assert_allclose(scores_of(*turned), wanted, rtol=0, atol=1e-12)
 

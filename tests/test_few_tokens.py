@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import if_installed
 from programs import alone
-from published import scaled
+from published import STEPS, scaled
 
 from rotary import Rotary, apply, cos_sin, rotate
 
@@ -17,15 +17,11 @@ jobs = pytest.importorskip("rotary.kernels.cpu.jobs", reason="needs numba")
 torch = if_installed("torch")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-LLAMA = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
 SPECS = (
     Rotary(head_dim=128),
     Rotary(head_dim=12, rotary_dim=8, start=3, layout="interleaved"),
     Rotary(head_dim=8, out_layout="interleaved", sign=-1),
-    Rotary(head_dim=10, schedule="llama3", params=LLAMA, base=5e5),
+    scaled("llama3", 10, 8.0, 8192, STEPS, base=5e5),
     Rotary(head_dim=12, axes=(0, 1, 2, 2, 1, 0)),
     scaled("yarn", 16, 4.0, 64),
 )  # fmt: skip

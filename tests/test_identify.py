@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from published import scaled
+from published import LLAMA_3_1, longrope, scaled
 from rotary_embedding_torch import RotaryEmbedding
 from transformers import GlmConfig, LlamaConfig
 from transformers.models.cohere import modeling_cohere as cohere
@@ -22,10 +22,7 @@ from rotary import Rotary
 from rotary.identify import identify
 from rotary.positions import interleaved_sections, sections
 
-LLAMA3 = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
+LLAMA3 = dict(LLAMA_3_1.params)
 STEP = LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}  # Llama 4 Scout
 
 
@@ -95,7 +92,7 @@ def test_as_many_heads_as_tokens_are_never_asked(head_dim):
 
 EXPLAINED = [
     Rotary(head_dim=128, base=5e5),
-    Rotary(head_dim=128, base=5e5, schedule="llama3", params=LLAMA3),
+    LLAMA_3_1,
     Rotary(head_dim=128, base=5e5, schedule="llama3", params=STEP),
     Rotary(head_dim=64, schedule="linear", params={"factor": 2.5}),
     Rotary(head_dim=64, schedule="ntk", params={"factor": 8.0}),
@@ -124,9 +121,7 @@ def test_the_schedule_is_named_with_its_parameters(spec):
 
 def test_longrope_is_found_by_its_short_frequencies_and_its_dependence_on_length():
     long = (1.0 + np.arange(32) / 8).tolist()
-    spec = Rotary(head_dim=64, schedule="longrope", params={
-        "short_factor": [1.0 + i / 64 for i in range(32)], "long_factor": long,
-        "original_max_position_embeddings": 4096, "factor": 4.0})  # fmt: skip
+    spec = longrope(4.0, 4096, [1.0 + i / 64 for i in range(32)], long)
     found = identify(applied(spec), 64)
     assert found.codes == ("depends_on_length", "amplitude")
     assert found.spec.schedule == "custom"

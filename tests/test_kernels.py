@@ -16,6 +16,7 @@ from kernel_cases import (
     LAYOUTS,
     MORE_CASES,
     Case,
+    channels,
     numbers,
     operands,
     tables,
@@ -43,13 +44,6 @@ WAYS = [(*pair, conjugate) for pair in LAYOUTS for conjugate in (False, True)]
 
 
 # --- what every kernel is compared with: the formula of the paper, written out here ---
-
-
-def channels(layout, pairs, start):
-    index = np.arange(pairs)
-    if layout == "half":
-        return start + index, start + pairs + index
-    return start + 2 * index, start + 2 * index + 1
 
 
 def spread(table, x, seq_dim):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import as_complex
 
 import rotary
 from rotary import Rotary, layouts
@@ -36,13 +37,6 @@ def angles(spec: Rotary, *positions: int) -> np.ndarray:
         return np.array(
             [[float(mpmath.mpf(w) * m % turn) for w in rotary.inv_freq(spec)[0]] for m in positions]
         )
-
-
-def as_complex(x: np.ndarray, layout: str) -> np.ndarray:
-    if layout == "interleaved":
-        return x[..., 0::2] + 1j * x[..., 1::2]
-    first, second = np.split(x, 2, axis=-1)
-    return first + 1j * second
 
 
 def rotated(spec: Rotary, x: np.ndarray, *positions: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from libraries import enable_x64
+from published import longrope, scaled
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -618,14 +619,10 @@ def test_an_ordinary_call_raises_the_errors_of_the_page(library):
 
 # --- what is beside the tables ---
 
-LENGTHS = {"factor": 2.0, "original_max_position_embeddings": 6}
 BY_LENGTH = {
-    "dynamic": rotary.Rotary(head_dim=8, schedule="dynamic", params=LENGTHS),
-    "longrope": rotary.Rotary(
-        head_dim=8, schedule="longrope",
-        params={**LENGTHS, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]},
-    ),
-}  # fmt: skip
+    "dynamic": scaled("dynamic", 8, 2.0, 6),
+    "longrope": longrope(2.0, 6, [1.0] * 4, [2.0, 3.0, 4.0, 5.0]),
+}
 
 
 @pytest.mark.parametrize("precision", ["exact", "float32"])

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from published import scaled
+from published import STEPS, scaled
 from torch import Tensor, nn
 
 import rotary
@@ -144,9 +144,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_its_angles_survive_what_is_done_to_models(change):
-    params = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-              "original_max_position_embeddings": 8192}  # fmt: skip
-    spec = Rotary(head_dim=64, base=5e5, schedule="llama3", params=params)
+    spec = scaled("llama3", 64, 8.0, 8192, STEPS, base=5e5)
     module = RotaryEmbedding(spec)
     q, k = heads()
     wanted = module(q, k)

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 from programs import alone
-from published import LLAMA_2, LLAMA_3_1, scaled
+from published import LLAMA_2, LLAMA_3_1, longrope, scaled
 
 from rotary import Rotary, analysis, inv_freq, plots, positions, schedules
 from rotary.analysis import bounds, extension, precision, search, spectrum
@@ -33,16 +33,7 @@ SPECS = {
     "clockwise, interleaved": Rotary(head_dim=16, layout="interleaved", sign=-1),
     "llama3": LLAMA_3_1,
     "yarn": scaled("yarn", 64, 4.0, 2048),
-    "longrope": Rotary(
-        head_dim=8,
-        schedule="longrope",
-        params={
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0, 2.0, 4.0, 4.0],
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
-    ),
+    "longrope": longrope(4.0, 512, [1.0] * 4, [2.0, 2.0, 4.0, 4.0]),
     "partial": Rotary(head_dim=96, rotary_dim=24, start=8),
     "M-RoPE": Rotary(head_dim=16, base=1e6, axes=positions.sections(2, 3, 3)),
     "axial": Rotary(

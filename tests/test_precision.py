@@ -9,7 +9,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from published import LLAMA_2, LLAMA_3_1
+from published import LLAMA_2, LLAMA_3_1, longrope
 
 from rotary import Rotary, cos_sin, inv_freq, turns
 from rotary.analysis import precision
@@ -18,16 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTIAL = Rotary(head_dim=80, rotary_dim=20, start=60, layout="interleaved", sign=-1)
 LINEAR = Rotary(head_dim=64, schedule="linear", params={"factor": 8.0})
 CUSTOM = Rotary(head_dim=8, schedule="custom", params={"inv_freq": [0.3, -1.7, 0.0, 7.1]})
-LONGROPE = Rotary(
-    head_dim=4,
-    schedule="longrope",
-    params={
-        "short_factor": [1.0, 1.0],
-        "long_factor": [1.1, 3.0],
-        "original_max_position_embeddings": 4096,
-        "factor": 4.0,
-    },
-)
+LONGROPE = longrope(4.0, 4096, [1.0, 1.0], [1.1, 3.0])
 SPECS = {
     "llama_2": LLAMA_2,
     "llama_3_1": LLAMA_3_1,

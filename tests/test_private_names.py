@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from libraries import if_installed
+from published import scaled
 
 import rotary
 from rotary import Rotary
@@ -150,9 +151,7 @@ ALONE = [
 ]
 ALL = tuple(name for names in ALONE for name in names)
 SPEC = Rotary(head_dim=16)
-DYNAMIC = Rotary(
-    head_dim=16, schedule="dynamic", params={"factor": 2.0, "original_max_position_embeddings": 4}
-)
+DYNAMIC = scaled("dynamic", 16, 2.0, 4)
 
 
 def results():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from command import assert_refused, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published import scaled
+from published import longrope, scaled
 
 from rotary import Rotary, cos_sin, positions, ranks
 from rotary.ranks import Report, compare
@@ -403,9 +403,7 @@ def test_what_cannot_be_compared_is_refused():
 # --- a spec that depends on the length of the whole sequence ---
 
 SHORT, LONG = [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 4.0, 8.0]
-LONGROPE = Rotary(head_dim=8, schedule="longrope", params={
-    "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 16,
-    "factor": 2.0})  # fmt: skip
+LONGROPE = longrope(2.0, 16, SHORT, LONG)
 
 
 def longrope_tables(at, divisors):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from libraries import Absent, if_installed
-from published import scaled
+from published import longrope, scaled
 
 import rotary
 from rotary import attention
@@ -275,16 +275,7 @@ def test_conjugate_is_the_transpose_and_the_way_back(layouts, as_array):
 
 BY_LENGTH = {
     "dynamic": scaled("dynamic", 16, 2.0, 4),
-    "longrope": rotary.Rotary(
-        head_dim=16,
-        schedule="longrope",
-        params={
-            "short_factor": [1.0] * 8,
-            "long_factor": [2.0] * 8,
-            "original_max_position_embeddings": 4,
-            "factor": 8.0,
-        },
-    ),
+    "longrope": longrope(8.0, 4, [1.0] * 8, [2.0] * 8),
 }
 ARGUMENTS = [
     {},

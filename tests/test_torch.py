@@ -5,9 +5,11 @@ import subprocess
 import sys
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
-from kernel_cases import randn
+from kernel_cases import channels, randn
+from published import STEPS, longrope, scaled
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,31 +18,11 @@ import rotary
 from rotary import Rotary
 
 LAYOUTS = ["half", "interleaved", "half to interleaved", "interleaved to half"]
-DYNAMIC = {"factor": 2.0, "original_max_position_embeddings": 16}
 SPECS = {
     "default": Rotary(head_dim=8),
-    "llama3": Rotary(
-        head_dim=8,
-        base=5e5,
-        schedule="llama3",
-        params={
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),
-    "longrope": Rotary(
-        head_dim=8,
-        schedule="longrope",
-        params={
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [1.0, 2.0, 3.0, 4.0],
-            "original_max_position_embeddings": 16,
-            "factor": 4.0,
-        },
-    ),
-    "dynamic": Rotary(head_dim=8, schedule="dynamic", params=DYNAMIC),
+    "llama3": scaled("llama3", 8, 8.0, 64, STEPS, base=5e5),
+    "longrope": longrope(4.0, 16, [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 3.0, 4.0]),
+    "dynamic": scaled("dynamic", 8, 2.0, 16),
     "partial": Rotary(head_dim=8, rotary_dim=4, start=2, layout="interleaved", out_layout="half"),
 }
 
@@ -58,24 +40,10 @@ def tables(*shape, dtype=torch.float32, grad=False):
 def formula(x, cos, sin, layout="half", out_layout=None, rotary_dim=None, start=0):
     """The rotation of the paper in torch's own operators, seq_dim=-2, tables (..., seq, pairs)."""
     pairs = cos.shape[-1]
-    steps = torch.arange(pairs)
-
-    def channels(name):
-        if name == "half":
-            return start + steps, start + pairs + steps
-        return start + 2 * steps, start + 2 * steps + 1
-
-    first, second = channels(layout)
-    u, v = x[..., first], x[..., second]
-    order = torch.argsort(
-        torch.cat(
-            (
-                *channels(out_layout or layout),
-                torch.arange(start),
-                torch.arange(start + 2 * pairs, x.shape[-1]),
-            )
-        )
-    )
+    u, v = (x[..., index] for index in channels(layout, pairs, start))
+    written = channels(out_layout or layout, pairs, start)
+    outside = np.arange(start), np.arange(start + 2 * pairs, x.shape[-1])
+    order = np.argsort(np.concatenate((*written, *outside)))
     rest = x[..., :start], x[..., start + 2 * pairs :]
     return torch.cat((u * cos - v * sin, v * cos + u * sin, *rest), dim=-1)[..., order]
 
