@@ -306,40 +306,34 @@ def test_angles_are_exact_and_signed(sign):
 
 SPEC, WIDE = Rotary(head_dim=4), Rotary(head_dim=128)
 Q = [1.0, 2.0, 3.0, 4.0]
-REFUSED = {
-    "fraction": (lambda: decay_curve(SPEC, [0.5]), "distances must be a list of whole numbers"),
-    "NaN": (lambda: decay_curve(SPEC, [math.nan]), "distances must be a list of whole numbers"),
-    "flag": (lambda: partial_sums(SPEC, [True]), "distances must be a list of whole numbers"),
-    "too far": (lambda: decay_curve(SPEC, [10**15]), "distances must be in -16,777,216 .. "),
-    "two axes": (lambda: decay_curve(SPEC, [[1]]), "distances must be a list of whole numbers"),
-    "too many sums": (lambda: partial_sums(WIDE, range(2**25 // 65 + 1)), "more than 2^25"),
-    "too many angles": (lambda: angles_at(WIDE, range(2**20 + 1)), "more than 2^26"),
-    "an axis": (lambda: decay_curve(SPEC, [1], axes=(1,)), "axes must be in 0 .. 0"),
-    "a route": (lambda: score(SPEC, Q, Q, 1, route="polar"), "route must be one of rotated, comp"),
-    "distance": (lambda: score(SPEC, Q, Q, 1.5), "distance must be a list of whole numbers"),
-    "width": (lambda: score(SPEC, Q[:3], Q, 1), r"q must be \(..., head_dim = 4\), got \(3,\)"),
-    "number": (lambda: score(SPEC, 1.0, Q, 1), r"q must be \(..., head_dim = 4\), got \(\)"),
-    "text": (lambda: pair_terms(SPEC, Q, list("abcd"), 1), "k must hold real numbers"),
-    "complex": (lambda: still_term(SPEC, np.ones(4) * 1j, Q), "q must hold real numbers"),
-    "infinite": (lambda: abel_terms(SPEC, [math.inf] * 4, Q, 1), "q must be finite"),
-    "not fitting": (lambda: score(SPEC, [Q] * 2, [Q] * 3, 1), "leading axes of q, k and distance"),
-    "a map": (lambda: attention_terms(SPEC, Q, Q), r"q and k must be \(seq, head_dim\)"),
-    "which keys": (lambda: attention_terms(SPEC, [Q], [Q] * 2), "need key_positions"),
-    "positions": (lambda: attention_terms(SPEC, [Q], [Q], [1, 2]), r"must be of shape \(1,\)"),
-    "no axes": (
-        lambda: attention_terms(Rotary(head_dim=4, axes=(0, 1)), [Q], [Q]),
-        r"a spec with 2 axes needs positions \(seq, axes\)",
-    ),
-    "a large map": (
-        lambda: attention_terms(SPEC, np.ones((6000, 4)), np.ones((6000, 4))),
-        "more than 2^26",
-    ),
-}  # fmt: skip
+REFUSED = [
+    (lambda: decay_curve(SPEC, [0.5]), "distances must be a list of whole numbers"),
+    (lambda: decay_curve(SPEC, [math.nan]), "distances must be a list of whole numbers"),
+    (lambda: partial_sums(SPEC, [True]), "distances must be a list of whole numbers"),
+    (lambda: decay_curve(SPEC, [10**15]), "distances must be in -16,777,216 .. "),
+    (lambda: decay_curve(SPEC, [[1]]), "distances must be a list of whole numbers"),
+    (lambda: partial_sums(WIDE, range(2**25 // 65 + 1)), "more than 2^25"),
+    (lambda: angles_at(WIDE, range(2**20 + 1)), "more than 2^26"),
+    (lambda: decay_curve(SPEC, [1], axes=(1,)), "axes must be in 0 .. 0"),
+    (lambda: score(SPEC, Q, Q, 1, route="polar"), "route must be one of rotated, comp"),
+    (lambda: score(SPEC, Q, Q, 1.5), "distance must be a list of whole numbers"),
+    (lambda: score(SPEC, Q[:3], Q, 1), r"q must be \(..., head_dim = 4\), got \(3,\)"),
+    (lambda: score(SPEC, 1.0, Q, 1), r"q must be \(..., head_dim = 4\), got \(\)"),
+    (lambda: pair_terms(SPEC, Q, list("abcd"), 1), "k must hold real numbers"),
+    (lambda: still_term(SPEC, np.ones(4) * 1j, Q), "q must hold real numbers"),
+    (lambda: abel_terms(SPEC, [math.inf] * 4, Q, 1), "q must be finite"),
+    (lambda: score(SPEC, [Q] * 2, [Q] * 3, 1), "leading axes of q, k and distance"),
+    (lambda: attention_terms(SPEC, Q, Q), r"q and k must be \(seq, head_dim\)"),
+    (lambda: attention_terms(SPEC, [Q], [Q] * 2), "need key_positions"),
+    (lambda: attention_terms(SPEC, [Q], [Q], [1, 2]), r"must be of shape \(1,\)"),
+    (lambda: attention_terms(Rotary(head_dim=4, axes=(0, 1)), [Q], [Q]),
+     r"a spec with 2 axes needs positions \(seq, axes\)"),
+    (lambda: attention_terms(SPEC, np.ones((6000, 4)), np.ones((6000, 4))), "more than 2^26"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_nonsense_is_refused_in_one_line(case):
-    call, message = REFUSED[case]
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_nonsense_is_refused_in_one_line(call, message):
     with pytest.raises(ValueError, match=message.replace("^", r"\^")) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -441,111 +441,75 @@ def test_nothing_is_written_if_one_array_is_read_only():
 
 Q, KEY = np.ones((4, SEQ, DIM)), np.ones((2, SEQ, DIM))
 CACHE = np.zeros((16, 2, DIM))
-REFUSED = {
-    "weight": (lambda f: f(norm=Norm(np.ones(3), None, EPS)), ValueError, "norm weight of q must"),
-    "eps": (lambda f: Norm(None, None, -1.0), ValueError, "eps must be"),
-    "infinite eps": (lambda f: Norm(None, None, math.inf), ValueError, "eps must be a finite"),
-    "dtype": (lambda f: f(dtype="int4"), TypeError, "dtype must be one of"),
-    "scale": (lambda f: f(dtype="int8", scale=np.ones(3)), ValueError, "scale of q must be"),
-    "no scale": (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None: leave it"),
-    "no k_scale": (
-        lambda f: f(cache=KVCache(CACHE, None, SLOTS, None)), TypeError, "k_scale is None"
-    ),
-    "no scale of rows": (
-        lambda f: f(v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS, None)),
-        TypeError, "scale of the cache is None",
-    ),
-    "a scale of 0": (lambda f: f(scale=(1.0, 0, 1.0)), ValueError, "scale of k must be finite"),
-    "a scale of inf": (lambda f: f(scale=math.inf), ValueError, "finite and not 0, got inf"),
-    "a scale of NaN": (
-        lambda f: f(scale=np.array([1, 1, 1, np.nan])), ValueError, "finite and not 0, got nan"
-    ),
-    "a scale of inf for one head": (
-        lambda f: f(scale=np.array([1, 1, -np.inf, 1])), ValueError, "finite and not 0, got inf"
-    ),
-    "a v_scale of 0": (
-        lambda f: f(v=KEY, cache=KVCache(CACHE, CACHE + 1, SLOTS, 1.0, np.zeros(2))),
-        ValueError, "v_scale must be finite and not 0, got 0.0",
-    ),
-    "a list of weights": (
-        lambda f: f(norm=Norm([1.0] * DIM, None, EPS)),
-        TypeError, "norm weights must be NumPy arrays like q, got a list",
-    ),
-    "weights of torch": (
-        lambda f: f(norm=Norm(None, torch.ones(DIM), EPS)),
-        TypeError, "norm weights must be NumPy arrays like q, got a torch.Tensor",
-    ),
-    "a list for a cache": (
-        lambda f: f(cache=KVCache([[1.0] * DIM], None, SLOTS)),
-        TypeError, "caches must be NumPy arrays like q, got a list",
-    ),
-    "a cache of torch": (
-        lambda f: f(cache=KVCache(torch.ones(16, 2, DIM), None, SLOTS)),
-        TypeError, "caches must be NumPy arrays like q, got a torch.Tensor",
-    ),
-    "scales of torch": (
-        lambda f: f(cache=KVCache(CACHE.astype(np.int8), None, SLOTS, torch.ones(16, 2))),
-        TypeError, "scales to be written must be NumPy arrays like q, got a torch.Tensor",
-    ),
-    "a complex cache": (
-        lambda f: f(cache=KVCache(CACHE.astype(np.complex64), None, SLOTS)),
-        TypeError, "dtype must be one of",
-    ),
-    "a list in out": (lambda f: f(out=([1.0], KEY)), TypeError, "out must be NumPy arrays"),
-    "an array of eps": (
-        lambda f: Norm(None, None, np.array(1e-6)), TypeError, "eps must be a number, as 1e-6, got"
-    ),
-    "scales": (lambda f: f(dtype="int8", scale=(1.0, 2.0)), ValueError, "for q, k and v"),
-    "a scale of k beside a cache": (
-        lambda f: f(scale=(1.0, 0.5, 1.0), cache=KVCache(CACHE, None, SLOTS)),
-        ValueError, "scale= has a scale for k, which is written to the cache: give that to the",
-    ),
-    "scales of v beside a cache": (
-        lambda f: f(v=KEY, scale=(1.0, 1, np.ones(2)), cache=KVCache(CACHE, CACHE + 1, SLOTS)),
-        ValueError, "scale= has a scale for v, which is written to the cache: give that to the",
-    ),
-    "whole scales": (
-        lambda f: f(cache=KVCache(CACHE.astype(np.int8), None, SLOTS, np.zeros((16, 2), np.int8))),
-        TypeError, "k_scale is written, so it must be float32 or float64, got int8",
-    ),
-    "short scales": (
+REFUSED = [
+    (lambda f: f(norm=Norm(np.ones(3), None, EPS)), ValueError, "norm weight of q must"),
+    (lambda f: Norm(None, None, -1.0), ValueError, "eps must be"),
+    (lambda f: Norm(None, None, math.inf), ValueError, "eps must be a finite"),
+    (lambda f: f(dtype="int4"), TypeError, "dtype must be one of"),
+    (lambda f: f(dtype="int8", scale=np.ones(3)), ValueError, "scale of q must be"),
+    (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None: leave it"),
+    (lambda f: f(cache=KVCache(CACHE, None, SLOTS, None)), TypeError, "k_scale is None"),
+    (lambda f: f(v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS, None)),
+     TypeError, "scale of the cache is None"),
+    (lambda f: f(scale=(1.0, 0, 1.0)), ValueError, "scale of k must be finite"),
+    (lambda f: f(scale=math.inf), ValueError, "finite and not 0, got inf"),
+    (lambda f: f(scale=np.array([1, 1, 1, np.nan])), ValueError, "finite and not 0, got nan"),
+    (lambda f: f(scale=np.array([1, 1, -np.inf, 1])), ValueError, "finite and not 0, got inf"),
+    (lambda f: f(v=KEY, cache=KVCache(CACHE, CACHE + 1, SLOTS, 1.0, np.zeros(2))),
+     ValueError, "v_scale must be finite and not 0, got 0.0"),
+    (lambda f: f(norm=Norm([1.0] * DIM, None, EPS)),
+     TypeError, "norm weights must be NumPy arrays like q, got a list"),
+    (lambda f: f(norm=Norm(None, torch.ones(DIM), EPS)),
+     TypeError, "norm weights must be NumPy arrays like q, got a torch.Tensor"),
+    (lambda f: f(cache=KVCache([[1.0] * DIM], None, SLOTS)),
+     TypeError, "caches must be NumPy arrays like q, got a list"),
+    (lambda f: f(cache=KVCache(torch.ones(16, 2, DIM), None, SLOTS)),
+     TypeError, "caches must be NumPy arrays like q, got a torch.Tensor"),
+    (lambda f: f(cache=KVCache(CACHE.astype(np.int8), None, SLOTS, torch.ones(16, 2))),
+     TypeError, "scales to be written must be NumPy arrays like q, got a torch.Tensor"),
+    (lambda f: f(cache=KVCache(CACHE.astype(np.complex64), None, SLOTS)),
+     TypeError, "dtype must be one of"),
+    (lambda f: f(out=([1.0], KEY)), TypeError, "out must be NumPy arrays"),
+    (lambda f: Norm(None, None, np.array(1e-6)), TypeError, "eps must be a number, as 1e-6, got"),
+    (lambda f: f(dtype="int8", scale=(1.0, 2.0)), ValueError, "for q, k and v"),
+    (lambda f: f(scale=(1.0, 0.5, 1.0), cache=KVCache(CACHE, None, SLOTS)),
+     ValueError, "scale= has a scale for k, which is written to the cache: give that to the"),
+    (lambda f: f(v=KEY, scale=(1.0, 1, np.ones(2)), cache=KVCache(CACHE, CACHE + 1, SLOTS)),
+     ValueError, "scale= has a scale for v, which is written to the cache: give that to the"),
+    (lambda f: f(cache=KVCache(CACHE.astype(np.int8), None, SLOTS, np.zeros((16, 2), np.int8))),
+     TypeError, "k_scale is written, so it must be float32 or float64, got int8"),
+    (
         lambda f: f(v=KEY, cache=KVCache(*np.zeros((2, 16, 2, DIM), np.int8), SLOTS, 1.0,
                                          np.zeros((16, 2), np.float16))),
         TypeError, "v_scale is written, so it must be float32 or float64, got float16",
     ),
-    "token scales of floats": (lambda f: f(scale="token"), ValueError, "for int8 and float8"),
-    "another word": (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),
-    "slots": (lambda f: f(cache=KVCache(CACHE, None, [1, 2])), ValueError, "one per token"),
-    "a slot": (lambda f: f(cache=KVCache(CACHE, None, SLOTS + 11)), ValueError, "slots run to 16"),
-    "fractions": (lambda f: f(cache=KVCache(CACHE, None, SLOTS * 0.5)), TypeError, "whole numbers"),
-    "cache": (lambda f: f(cache=KVCache(CACHE[:, :1], None, SLOTS)), ValueError, "cache of k must"),
-    "no v": (lambda f: f(v=KEY, cache=KVCache(CACHE, None, SLOTS)), ValueError, "cache has no v"),
-    "no v for it": (lambda f: f(cache=KVCache(CACHE, CACHE, SLOTS)), ValueError, "v was not given"),
-    "heads": (
-        lambda f: f(v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS)), ValueError,
-        f"one head, (1, {SEQ}, {DIM}), got (2, ",
-    ),
-    "no heads": (
-        lambda f: f(k=KEY[0], v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS)),
-        ValueError, "one head",
-    ),
-    "no k": (lambda f: f(k=None, cache=KVCache(CACHE, None, SLOTS)), ValueError, "pass k"),
-    "v": (lambda f: f(v=KEY[:1]), ValueError, "shape of k except for its last axis"),
-    "latent": (lambda f: f(cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "latent part"),
-    "a row": (lambda f: f(v=KEY[0], cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "add up"),
-    "out": (lambda f: f(out=(Q,)), ValueError, "out must hold 2"),
-    "shape of out": (lambda f: f(out=(Q, Q)), ValueError, "like the result"),
-    "None in out": (lambda f: f(out=(Q, KEY, None)), TypeError, "leave out what is not returned"),
-    "spec": (lambda f: fused(Q, KEY, None, "llama"), TypeError, "spec must be a Rotary"),
-    "libraries": (lambda f: f(k=torch.ones(2, SEQ, DIM)), TypeError, "one library"),
-    "integers": (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),
-}  # fmt: skip
+    (lambda f: f(scale="token"), ValueError, "for int8 and float8"),
+    (lambda f: f(dtype="int8", scale="row"), ValueError, "scale='row'"),
+    (lambda f: f(cache=KVCache(CACHE, None, [1, 2])), ValueError, "one per token"),
+    (lambda f: f(cache=KVCache(CACHE, None, SLOTS + 11)), ValueError, "slots run to 16"),
+    (lambda f: f(cache=KVCache(CACHE, None, SLOTS * 0.5)), TypeError, "whole numbers"),
+    (lambda f: f(cache=KVCache(CACHE[:, :1], None, SLOTS)), ValueError, "cache of k must"),
+    (lambda f: f(v=KEY, cache=KVCache(CACHE, None, SLOTS)), ValueError, "cache has no v"),
+    (lambda f: f(cache=KVCache(CACHE, CACHE, SLOTS)), ValueError, "v was not given"),
+    (lambda f: f(v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS)),
+     ValueError, f"one head, (1, {SEQ}, {DIM}), got (2, "),
+    (lambda f: f(k=KEY[0], v=KEY[0], cache=LatentCache(np.zeros((16, 2 * DIM)), SLOTS)),
+     ValueError, "one head"),
+    (lambda f: f(k=None, cache=KVCache(CACHE, None, SLOTS)), ValueError, "pass k"),
+    (lambda f: f(v=KEY[:1]), ValueError, "shape of k except for its last axis"),
+    (lambda f: f(cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "latent part"),
+    (lambda f: f(v=KEY[0], cache=LatentCache(CACHE[:, 0], SLOTS)), ValueError, "add up"),
+    (lambda f: f(out=(Q,)), ValueError, "out must hold 2"),
+    (lambda f: f(out=(Q, Q)), ValueError, "like the result"),
+    (lambda f: f(out=(Q, KEY, None)), TypeError, "leave out what is not returned"),
+    (lambda f: fused(Q, KEY, None, "llama"), TypeError, "spec must be a Rotary"),
+    (lambda f: f(k=torch.ones(2, SEQ, DIM)), TypeError, "one library"),
+    (lambda f: fused(Q.astype(int), None, None, SPECS["half"]), TypeError, "x must"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name):
-    call, error, text = REFUSED[name]
-
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
+def test_what_does_not_fit_is_refused(call, error, text):
     def f(k=KEY, v=None, **options):
         return fused(Q, k, v, SPECS["half"], **options)
 

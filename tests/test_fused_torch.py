@@ -416,52 +416,42 @@ KEY = torch.ones(2, 5, 64)
 CACHE = torch.zeros(8, 2, 64)
 BITS = torch.zeros(8, 2, 64, dtype=torch.int8)
 FLAT = torch.zeros(4, 2, 5, 64)
-REFUSED = {
-    "fractions": (lambda f: f(cache=KVCache(CACHE, None, [0.5, 1, 2, 3, 4])),
-                  TypeError, "slots must be whole numbers, got torch.float32"),
-    "a tensor of fractions": (lambda f: f(cache=KVCache(CACHE, None, torch.arange(5.0))),
-                              TypeError, "slots must be whole numbers, got torch.float32"),
-    "a mask": (lambda f: f(cache=KVCache(CACHE, None, torch.ones(5) > 0)),
-               TypeError, "slots must be whole numbers, got torch.bool"),
-    "no slots": (lambda f: f(cache=KVCache(CACHE, None, None)),
-                 TypeError, "slots must be an array of whole numbers, got None"),
-    "slots that are too large": (
-        lambda f: f(cache=KVCache(CACHE, None, np.full(5, 2**63, np.uint64))),
-        ValueError, "slots must fit in int64, got 9223372036854775808",
-    ),
-    "rows of slots of several lengths": (
-        lambda f: f(cache=KVCache(CACHE, None, [[1, 2], [3, 4, 5]])),
-        TypeError, "slots must be an array of whole numbers, got [[1, 2], [3, 4, 5]]",
-    ),
-    "an expanded cache": (lambda f: f(cache=KVCache(CACHE[:1].expand(8, 2, 64), None, range(5))),
-                          ValueError, "elements that share memory"),
-    "one tensor of scales": (
-        lambda f: f(v=KEY, cache=KVCache(BITS, BITS.clone(), range(5), *[torch.zeros(8, 2)] * 2)),
-        ValueError, "out overlaps",
-    ),
-    "an output that is a cache": (
+REFUSED = [
+    (lambda f: f(cache=KVCache(CACHE, None, [0.5, 1, 2, 3, 4])),
+     TypeError, "slots must be whole numbers, got torch.float32"),
+    (lambda f: f(cache=KVCache(CACHE, None, torch.arange(5.0))),
+     TypeError, "slots must be whole numbers, got torch.float32"),
+    (lambda f: f(cache=KVCache(CACHE, None, torch.ones(5) > 0)),
+     TypeError, "slots must be whole numbers, got torch.bool"),
+    (lambda f: f(cache=KVCache(CACHE, None, None)),
+     TypeError, "slots must be an array of whole numbers, got None"),
+    (lambda f: f(cache=KVCache(CACHE, None, np.full(5, 2**63, np.uint64))),
+     ValueError, "slots must fit in int64, got 9223372036854775808"),
+    (lambda f: f(cache=KVCache(CACHE, None, [[1, 2], [3, 4, 5]])),
+     TypeError, "slots must be an array of whole numbers, got [[1, 2], [3, 4, 5]]"),
+    (lambda f: f(cache=KVCache(CACHE[:1].expand(8, 2, 64), None, range(5))),
+     ValueError, "elements that share memory"),
+    (lambda f: f(v=KEY, cache=KVCache(BITS, BITS.clone(), range(5), *[torch.zeros(8, 2)] * 2)),
+     ValueError, "out overlaps"),
+    (
         lambda f: f(cache=KVCache(FLAT.view(20, 2, 64), None, range(5)), out=(FLAT[0],),
                     scale=(2.0, 1.0, 1.0)),
         ValueError, "out overlaps",
     ),
-    "v as the output of q": (
-        lambda f: f(v=FLAT[0], dtype="float32", out=tuple(FLAT[:3])), ValueError, "out overlaps"
-    ),
-    "no scale": (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None"),
-    "short scales": (lambda f: f(cache=KVCache(BITS, None, range(5), torch.zeros(8, 2).bfloat16())),
-                     TypeError, "so it must be float32 or float64, got bfloat16"),
-    "a scale of 0": (lambda f: f(dtype="int8", scale=torch.zeros(2).bfloat16()),
-                     ValueError, "scale of q must be finite and not 0, got 0.0"),
-    "weights of NumPy": (lambda f: f(norm=Norm(np.ones(64), None, EPS)),
-                         TypeError, "norm weights must be torch tensors like q, got a numpy.ndarr"),
-    "a complex cache": (lambda f: f(cache=KVCache(CACHE.cfloat(), None, range(5))),
-                        TypeError, "dtype must be one of"),
-}  # fmt: skip
+    (lambda f: f(v=FLAT[0], dtype="float32", out=tuple(FLAT[:3])), ValueError, "out overlaps"),
+    (lambda f: f(dtype="int8", scale=None), TypeError, "scale of q is None"),
+    (lambda f: f(cache=KVCache(BITS, None, range(5), torch.zeros(8, 2).bfloat16())),
+     TypeError, "so it must be float32 or float64, got bfloat16"),
+    (lambda f: f(dtype="int8", scale=torch.zeros(2).bfloat16()),
+     ValueError, "scale of q must be finite and not 0, got 0.0"),
+    (lambda f: f(norm=Norm(np.ones(64), None, EPS)),
+     TypeError, "norm weights must be torch tensors like q, got a numpy.ndarr"),
+    (lambda f: f(cache=KVCache(CACHE.cfloat(), None, range(5))), TypeError, "dtype must be one of"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name):
-    call, error, text = REFUSED[name]
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
+def test_what_does_not_fit_is_refused(call, error, text):
     memory = CACHE, BITS, FLAT
     for x in memory:
         x.zero_()

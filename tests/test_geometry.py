@@ -136,53 +136,40 @@ OF_THE_SPEC = (
     "rotary_dim is {}, but cos has {} columns, which make {}; tables are half width: one column "
     "per pair"
 )
-# name -> shape of x, of cos, of row numbers; options; the whole message
-REFUSED = {
-    "two axes of a table, 5-D x": (
+# shape of x, of cos, of row numbers; options; the whole message
+REFUSED = [
+    (
         (3, 2, 8, 5, 64), (2, 5, 32), None, WITH_SPEC,
         "tables or positions have 2 leading axes and x has 4, " + UNCLEAR,
     ),
-    "four axes of a table, 4-D x": (
+    (
         (2, 8, 5, 64), (1, 2, 8, 5, 32), None, WITH_SPEC,
         "tables or positions have 4 leading axes and x has 3, " + UNCLEAR,
     ),
-    "row numbers into a table of the batch": (
+    (
         (2, 8, 5, 64), (2, 5, 32), (5,), WITH_SPEC,
         "with positions, cos and sin must be (rows, pairs), got (2, 5, 32)",
     ),
-    "another head_dim than the spec": (
-        (2, 8, 5, 32), (5, 32), None, WITH_SPEC,
-        "the last axis of x must be head_dim=64 of the spec, got 32",
-    ),
-    "a table of one axis": (
-        (5, 64), (32,), None, WITH_SPEC,
-        "cos must be (seq, pairs) or have more axes, got shape (32,)",
-    ),
-    "a table of full width": (
+    ((2, 8, 5, 32),
+     (5, 32), None, WITH_SPEC, "the last axis of x must be head_dim=64 of the spec, got 32"),
+    ((5, 64),
+     (32,), None, WITH_SPEC, "cos must be (seq, pairs) or have more axes, got shape (32,)"),
+    (
         (5, 64), (5, 64), None, Options(),
         "cos has 64 columns, so channels 0 to 128 would be rotated, of 64; it looks full width: "
         "pass each pair once",
     ),
-    "too many columns": (
-        (5, 64), (5, 33), None, Options(),
-        "cos has 33 columns, so channels 0 to 66 would be rotated, of 64",
-    ),
-    "another rotary_dim": (
-        (5, 64), (5, 32), None, Options(rotary_dim=32), OF_THE_SPEC.format("32", 32, 64),
-    ),
-    "another rotary_dim than the spec": (
-        (5, 64), (5, 16), None, WITH_SPEC, OF_THE_SPEC.format("64 in the spec", 16, 32),
-    ),
-    "no column": (
-        (5, 64), (5, 0), None, Options(),
-        "cos has 0 columns, so channels 0 to 0 would be rotated, of 64",
-    ),
-}  # fmt: skip
+    ((5, 64),
+     (5, 33), None, Options(), "cos has 33 columns, so channels 0 to 66 would be rotated, of 64"),
+    ((5, 64), (5, 32), None, Options(rotary_dim=32), OF_THE_SPEC.format("32", 32, 64)),
+    ((5, 64), (5, 16), None, WITH_SPEC, OF_THE_SPEC.format("64 in the spec", 16, 32)),
+    ((5, 64),
+     (5, 0), None, Options(), "cos has 0 columns, so channels 0 to 0 would be rotated, of 64"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(name):
-    shape, table, rows, options, message = REFUSED[name]
+@pytest.mark.parametrize(("shape", "table", "rows", "options", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(shape, table, rows, options, message):
     refused(message, (shape,), table, rows, options)
 
 

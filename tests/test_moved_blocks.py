@@ -3,6 +3,7 @@
 import math
 import re
 
+import kernel_cases
 import numpy as np
 import pytest
 from libraries import if_installed
@@ -72,10 +73,7 @@ def bits_of(x):
 
 
 def as_complex(x, spec):
-    channels = np.arange(spec.start, spec.start + spec.rotary_dim)
-    parted = channels.reshape(2, -1) if spec.out_layout == "half" else channels.reshape(-1, 2).T
-    first, second = (np.asarray(x, np.float64)[..., part] for part in parted)
-    return first + 1j * second
+    return kernel_cases.as_complex(x, spec.out_layout, spec.rotary_dim // 2, spec.start)
 
 
 # --- blocks ---
@@ -533,35 +531,28 @@ def test_short_moves_of_codes_lose_the_slow_pairs_and_one_long_move_does_not():
 
 # --- what is refused ---
 
-WRONG = {
-    "a block outside": (
-        {"blocks": [0, 9]},
-        "blocks must be 0 to 8, the first axis of k, got 9; leave out padding: is_used = blocks >=",
-    ),
-    "padding": ({"blocks": [0, -1]}, "blocks must be 0 to 8, the first axis of k, got -1"),
-    "a block twice": ({"blocks": [5, 5]}, "block 5 is given twice"),
-    "blocks of two axes": ({"blocks": [[0, 1]]}, "blocks must be whole numbers of shape (n,)"),
-    "fractional blocks": ({"blocks": [0.0, 1.0]}, "blocks must be whole numbers of shape (n,)"),
-    "too many shifts": ({"shift": [1, 2, 3]}, "shift must be (2), one for each block"),
-    "a shift for each token": ({"shift": np.ones((2, 5), int)}, "shift must be (2)"),
-    "another head_dim": ({"spec": Rotary(16)}, "axis of k must be head_dim=16 of the spec, got 32"),
-    "tokens on no known axis": (
-        {"shift": None, "from_positions": np.ones((2, 3)), "to_positions": np.ones((2, 3))},
-        "for from_positions of each token pass seq_dim=-3 for k of (blocks, block, heads, ",
-    ),
-    "out of another shape": ({"out": np.ones((9, 6, 3, 16), np.float32)}, "out must be float32"),
-    "no layers": ({"k": []}, "k must hold at least one array"),
-    "outs too few": ({"out": []}, "out must hold one array for each of the 1 inputs"),
-    "a scale that does not fit": (
-        {"k": numbers((9, 6, 3, 32), "int8"), "scale": np.ones(7)},
-        "scale of shape (7,) does not broadcast to k (9, 6, 3, 32)",
-    ),
-}
+WRONG = [
+    ({"blocks": [0, 9]},
+     "blocks must be 0 to 8, the first axis of k, got 9; leave out padding: is_used = blocks >="),
+    ({"blocks": [0, -1]}, "blocks must be 0 to 8, the first axis of k, got -1"),
+    ({"blocks": [5, 5]}, "block 5 is given twice"),
+    ({"blocks": [[0, 1]]}, "blocks must be whole numbers of shape (n,)"),
+    ({"blocks": [0.0, 1.0]}, "blocks must be whole numbers of shape (n,)"),
+    ({"shift": [1, 2, 3]}, "shift must be (2), one for each block"),
+    ({"shift": np.ones((2, 5), int)}, "shift must be (2)"),
+    ({"spec": Rotary(16)}, "axis of k must be head_dim=16 of the spec, got 32"),
+    ({"shift": None, "from_positions": np.ones((2, 3)), "to_positions": np.ones((2, 3))},
+     "for from_positions of each token pass seq_dim=-3 for k of (blocks, block, heads, "),
+    ({"out": np.ones((9, 6, 3, 16), np.float32)}, "out must be float32"),
+    ({"k": []}, "k must hold at least one array"),
+    ({"out": []}, "out must hold one array for each of the 1 inputs"),
+    ({"k": numbers((9, 6, 3, 32), "int8"), "scale": np.ones(7)},
+     "scale of shape (7,) does not broadcast to k (9, 6, 3, 32)"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense_is_refused_in_one_line(name):
-    arguments, message = WRONG[name]
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_what_makes_no_sense_is_refused_in_one_line(arguments, message):
     good = {"k": numbers((9, 6, 3, 32)), "spec": SPEC, "blocks": [0, 1], "shift": [1, 2]}
     rerotate(**good)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:

@@ -16,61 +16,36 @@ SPEC, GRID = Rotary(64), Rotary(64, axes=[0, 1] * 16)
 STILL = {"model_type": "falcon", "alibi": True, "head_dim": 64, "max_position_embeddings": 2048}
 Q = np.ones((1, 2, 4, 64), np.float32)
 NONE = "has no rotation"
-# what is called -> the error, part of its sentence
-CALLS = {
-    "too many distances": (
-        lambda: decay.checked_distances(np.zeros(2**24 + 1, np.int64)),
-        ValueError, "distances must be at most 2^24 numbers, got 16,777,217",
-    ),
-    "an unknown as_type": (
-        lambda: from_hf_config({"model_type": "new", "head_dim": 64}, as_type="lama"),
-        ValueError, "as_type 'lama' is not known; did you mean 'llama'?",
-    ),
-    "as_type of a known model": (
-        lambda: from_hf_config({"model_type": "llama", "head_dim": 64}, as_type="gemma"),
-        ValueError, "model_type 'llama' is known: leave out as_type, which is 'gemma'",
-    ),
-    "a config of no spec": (
-        lambda: configs.to_hf_config({"head_dim": 64}),
-        TypeError, "spec must be a Rotary, got dict",
-    ),
-    "arguments of Megatron in a list": (
-        lambda: configs.from_megatron(["--rotary-base", 1]),
-        ValueError, "arguments must be a dict of names to values",
-    ),
-    "a grid without positions": (
-        lambda: fused(Q, None, None, GRID),
-        ValueError, "a spec with 2 axes needs positions",
-    ),
-    "k of other tokens": (
-        lambda: fused(Q, Q[:, :, :2], None, SPEC),
-        ValueError, "may differ in the number of heads only",
-    ),
-    "an unknown verification": (
+# what is called, the error, part of its sentence
+CALLS = [
+    (lambda: decay.checked_distances(np.zeros(2**24 + 1, np.int64)),
+     ValueError, "distances must be at most 2^24 numbers, got 16,777,217"),
+    (lambda: from_hf_config({"model_type": "new", "head_dim": 64}, as_type="lama"),
+     ValueError, "as_type 'lama' is not known; did you mean 'llama'?"),
+    (lambda: from_hf_config({"model_type": "llama", "head_dim": 64}, as_type="gemma"),
+     ValueError, "model_type 'llama' is known: leave out as_type, which is 'gemma'"),
+    (lambda: configs.to_hf_config({"head_dim": 64}), TypeError, "spec must be a Rotary, got dict"),
+    (lambda: configs.from_megatron(["--rotary-base", 1]),
+     ValueError, "arguments must be a dict of names to values"),
+    (lambda: fused(Q, None, None, GRID), ValueError, "a spec with 2 axes needs positions"),
+    (lambda: fused(Q, Q[:, :, :2], None, SPEC),
+     ValueError, "may differ in the number of heads only"),
+    (
         lambda: convert.convert_checkpoint(
             "a", "b", from_layout="half", to_layout="interleaved", verify="all"
         ),
         ValueError, "verify must be 'sample' or 'full', got 'all'",
     ),
-    "a plan for no rotation": (
-        lambda: plan.plan_model(STILL, 4096), ValueError, f"this config {NONE}",
-    ),
-    "programs on no rotation": (
-        lambda: programs.diff(STILL), ValueError, "this config has no rotation",
-    ),
-    "too many walks": (
-        lambda: plots.walk(SPEC, range(8)),
-        ValueError, "distances must be 1 to 7 whole numbers, got 8",
-    ),
-    "a model that is not published": (
-        lambda: models.published("llama 99"), ValueError, "is not one of the",
-    ),
-}  # fmt: skip
+    (lambda: plan.plan_model(STILL, 4096), ValueError, f"this config {NONE}"),
+    (lambda: programs.diff(STILL), ValueError, "this config has no rotation"),
+    (lambda: plots.walk(SPEC, range(8)),
+     ValueError, "distances must be 1 to 7 whole numbers, got 8"),
+    (lambda: models.published("llama 99"), ValueError, "is not one of the"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_the_sentence_says_what_was_passed(case):
-    call, kind, sentence = CALLS[case]
+@pytest.mark.parametrize(("call", "kind", "sentence"), CALLS)
+def test_the_sentence_says_what_was_passed(call, kind, sentence):
     with pytest.raises(kind) as caught:
         call()
     assert sentence in str(caught.value)

@@ -3,6 +3,7 @@
 import math
 import re
 
+import kernel_cases
 import mpmath
 import numpy as np
 import pytest
@@ -79,15 +80,12 @@ def tokens(*starts):
 
 
 def members(spec, layout):
-    """Channel numbers of the first and second members of the pairs."""
-    channels = np.arange(spec.start, spec.start + spec.rotary_dim)
-    return channels.reshape(2, -1) if layout == "half" else channels.reshape(-1, 2).T
+    return np.stack(kernel_cases.channels(layout, spec.rotary_dim // 2, spec.start))
 
 
 def as_complex(x, spec):
     """The pairs of a cached key as complex numbers."""
-    first, second = members(spec, spec.out_layout)
-    return np.asarray(x, np.float64)[..., first] + 1j * np.asarray(x, np.float64)[..., second]
+    return kernel_cases.as_complex(x, spec.out_layout, spec.rotary_dim // 2, spec.start)
 
 
 def placed(spec, where):
@@ -483,50 +481,28 @@ def test_the_gradient_is_the_way_back_times_the_amplitude_squared(new_spec):
 
 # --- what is refused ---
 
-WRONG = {
-    "head_dim": (
-        {"new_spec": Rotary(16)},
-        "new_spec must have the head_dim of spec, 8, got 16",
-    ),
-    "rotary_dim": (
-        {"new_spec": Rotary(8, 4)},
-        "new_spec must have the rotary_dim of spec, 8, got 4",
-    ),
-    "start": (
-        {"spec": Rotary(8, 4), "new_spec": Rotary(8, 4, 4)},
-        "new_spec must have the start of spec, 0, got 4",
-    ),
-    "layout": (
-        {"new_spec": Rotary(8, layout="interleaved")},
-        "new_spec must have the out_layout of spec, 'half', got 'interleaved'",
-    ),
-    "head of another size": (
-        {"spec": Rotary(16)},
-        "axis of k must be head_dim=16 of the spec, got 8",
-    ),
-    "too few": (
-        {"from_positions": range(4)},
-        "from_positions must be (5) or, for a 4-D k, (batch, 5); got shape (4,) for k (2, 3, 5, 8)",
-    ),
-    "too many": ({"to_positions": range(6)}, "to_positions must be (5)"),
-    "another batch": ({"to_positions": np.zeros((3, 5), int)}, "to_positions must be (5)"),
-    "a place for each head": ({"to_positions": np.zeros((2, 3, 5), int)}, "to_positions must be"),
-    "rows for a 3-D k": (
-        {"k": normal(3, 5, 8), "from_positions": np.zeros((3, 5), int)},
-        "from_positions must be (5) or, for a 4-D k",
-    ),
-    "no axes": (
-        {"new_spec": Rotary(8, axes=(0, 1, 0, 1))},
-        "to_positions must be (5, 2) or, for a 4-D k, (batch, 5, 2); got shape (5,)",
-    ),
-    "negative": ({"from_positions": range(-1, 4)}, "positions must be >= 0, got -1; pass allow"),
-    "negative target": ({"to_positions": range(-1, 4)}, "positions must be >= 0, got -1"),
-    "a sequence axis that is none": ({"seq_dim": 3}, "seq_dim=3 is not an axis before the last"),
-    "lengths of other rows": (
-        {"spec": DYNAMIC, "seq_len": [1, 2, 3]},
-        "seq_len must be one number or one per row",
-    ),
-}
+WRONG = [
+    ({"new_spec": Rotary(16)}, "new_spec must have the head_dim of spec, 8, got 16"),
+    ({"new_spec": Rotary(8, 4)}, "new_spec must have the rotary_dim of spec, 8, got 4"),
+    ({"spec": Rotary(8, 4), "new_spec": Rotary(8, 4, 4)},
+     "new_spec must have the start of spec, 0, got 4"),
+    ({"new_spec": Rotary(8, layout="interleaved")},
+     "new_spec must have the out_layout of spec, 'half', got 'interleaved'"),
+    ({"spec": Rotary(16)}, "axis of k must be head_dim=16 of the spec, got 8"),
+    ({"from_positions": range(4)},
+     "from_positions must be (5) or, for a 4-D k, (batch, 5); got shape (4,) for k (2, 3, 5, 8)"),
+    ({"to_positions": range(6)}, "to_positions must be (5)"),
+    ({"to_positions": np.zeros((3, 5), int)}, "to_positions must be (5)"),
+    ({"to_positions": np.zeros((2, 3, 5), int)}, "to_positions must be"),
+    ({"k": normal(3, 5, 8), "from_positions": np.zeros((3, 5), int)},
+     "from_positions must be (5) or, for a 4-D k"),
+    ({"new_spec": Rotary(8, axes=(0, 1, 0, 1))},
+     "to_positions must be (5, 2) or, for a 4-D k, (batch, 5, 2); got shape (5,)"),
+    ({"from_positions": range(-1, 4)}, "positions must be >= 0, got -1; pass allow"),
+    ({"to_positions": range(-1, 4)}, "positions must be >= 0, got -1"),
+    ({"seq_dim": 3}, "seq_dim=3 is not an axis before the last"),
+    ({"spec": DYNAMIC, "seq_len": [1, 2, 3]}, "seq_len must be one number or one per row"),
+]  # fmt: skip
 
 
 def test_arguments_of_another_type_are_named():
@@ -545,15 +521,10 @@ def test_a_shift_in_the_other_byte_order():
     np.testing.assert_array_equal(moved, rerotate(cache, SPEC, blocks=[4, 1], shift=shifts))
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_makes_no_sense_is_refused_in_one_line(name):
-    arguments, message = WRONG[name]
-    good = {
-        "k": normal(2, 3, 5, 8),
-        "spec": SPEC,
-        "from_positions": range(5),
-        "to_positions": range(3, 8),
-    }
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_what_makes_no_sense_is_refused_in_one_line(arguments, message):
+    good = {"k": normal(2, 3, 5, 8), "spec": SPEC, "from_positions": range(5),
+            "to_positions": range(3, 8)}  # fmt: skip
     rerotate(**good)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         rerotate(**good | arguments)

@@ -187,30 +187,27 @@ def test_a_seed_repeats_and_another_does_not(simulate):
 
 
 SPEC = Rotary(head_dim=4)
-REFUSED = {
-    "fraction": (lambda: theorem_1(SPEC, [0.5]), "distances must be a list of whole numbers"),
-    "too far": (lambda: retrieval(SPEC, [10**15]), "distances must be in -16,777,216 .. "),
-    "no list": (lambda: retrieval(SPEC, 3), "distances must be a list of whole numbers"),
-    "an axis": (lambda: retrieval(SPEC, [3], axes=(4,)), "axes must be in 0 .. 0"),
-    "mean": (lambda: theorem_1(SPEC, [1], mean=math.nan), "mean must be finite"),
-    "other mean": (lambda: theorem_1(SPEC, [1], other_mean="0"), "other_mean must be a number"),
-    "sigma": (lambda: theorem_1(SPEC, [1], sigma=0), "sigma must be > 0"),
-    "noise": (lambda: theorem_1(SPEC, [1], noise=-1.0), "noise must be >= 0, got -1.0"),
-    "noise of a match": (lambda: retrieval(SPEC, [1], noise=math.inf), "noise must be finite"),
-    "samples": (lambda: theorem_1(SPEC, [1], samples=0), "samples must be in 1 .. 262,144, got 0"),
-    "rivals": (lambda: retrieval(SPEC, [1], rivals=1.5), "rivals must be a whole number, got 1.5"),
-    "trials": (lambda: retrieval(SPEC, [1], trials=10**9), "trials must be in 1 .. 262,144"),
-    "wide": (
-        lambda: retrieval(Rotary(head_dim=4096), [1], trials=10**5), "trials must be in 1 .. 65,536"
-    ),
-    "too many": (lambda: retrieval(SPEC, range(2**20)), r"more than 2\^30; ask for fewer"),
-    "seed": (lambda: retrieval(SPEC, [1], seed=-1), "seed must be in 0 .. "),
-}  # fmt: skip
+REFUSED = [
+    (lambda: theorem_1(SPEC, [0.5]), "distances must be a list of whole numbers"),
+    (lambda: retrieval(SPEC, [10**15]), "distances must be in -16,777,216 .. "),
+    (lambda: retrieval(SPEC, 3), "distances must be a list of whole numbers"),
+    (lambda: retrieval(SPEC, [3], axes=(4,)), "axes must be in 0 .. 0"),
+    (lambda: theorem_1(SPEC, [1], mean=math.nan), "mean must be finite"),
+    (lambda: theorem_1(SPEC, [1], other_mean="0"), "other_mean must be a number"),
+    (lambda: theorem_1(SPEC, [1], sigma=0), "sigma must be > 0"),
+    (lambda: theorem_1(SPEC, [1], noise=-1.0), "noise must be >= 0, got -1.0"),
+    (lambda: retrieval(SPEC, [1], noise=math.inf), "noise must be finite"),
+    (lambda: theorem_1(SPEC, [1], samples=0), "samples must be in 1 .. 262,144, got 0"),
+    (lambda: retrieval(SPEC, [1], rivals=1.5), "rivals must be a whole number, got 1.5"),
+    (lambda: retrieval(SPEC, [1], trials=10**9), "trials must be in 1 .. 262,144"),
+    (lambda: retrieval(Rotary(head_dim=4096), [1], trials=10**5), "trials must be in 1 .. 65,536"),
+    (lambda: retrieval(SPEC, range(2**20)), r"more than 2\^30; ask for fewer"),
+    (lambda: retrieval(SPEC, [1], seed=-1), "seed must be in 0 .. "),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_nonsense_is_refused_in_one_line(case):
-    call, message = REFUSED[case]
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_nonsense_is_refused_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
