@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import published
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,18 +44,7 @@ TRAINED_ONLY = {"original_max_position_embeddings": TRAINED}
 
 
 def parameters_of(rope_type: str, pairs: int) -> dict[str, Any]:
-    longrope = {
-        "short_factor": np.linspace(1, 3, pairs).tolist(),
-        "long_factor": np.geomspace(1, 40, pairs).tolist(),
-    }
-    return {
-        "default": {},
-        "linear": {"factor": 3.0},
-        "dynamic": {"factor": 4.0},
-        "yarn": {"factor": 6.0, "original_max_position_embeddings": 4096},  # a ramp over many pairs
-        "longrope": {**longrope, "factor": 4.0, **TRAINED_ONLY},
-        "llama3": {"factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4.0, **TRAINED_ONLY},
-    }[rope_type]
+    return published.parameters_of(rope_type, pairs, TRAINED)
 
 
 def theirs(config: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import parity
 import pytest
 import torch
+from published import parameters_of
 
 import rotary
 from rotary import Rotary, from_hf_config
@@ -96,22 +97,8 @@ def test_at_least_95_percent_are_equal():
 
 
 def scaled(rope_type: str, pairs: int, theta: float) -> dict:
-    more = {
-        "linear": {"factor": 3.0},
-        "dynamic": {"factor": 4.0},
-        "yarn": {"factor": 6.0, "original_max_position_embeddings": 4096},
-        "longrope": {
-            "short_factor": np.linspace(1, 3, pairs).tolist(),
-            "long_factor": np.geomspace(1, 40, pairs).tolist(),
-            "factor": 4.0,
-            "original_max_position_embeddings": 2048,
-        },
-        "llama3": {
-            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
-    }  # fmt: skip
-    return {"rope_type": rope_type, "rope_theta": theta, **more[rope_type]}
+    more = parameters_of(rope_type, pairs, 512 if rope_type == "llama3" else 2048)
+    return {"rope_type": rope_type, "rope_theta": theta, **more}
 
 
 def variant(case, rope_type, spec):
