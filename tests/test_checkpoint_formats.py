@@ -147,22 +147,6 @@ def test_a_word_of_awq_is_the_published_one():
     assert packed(np.arange(8)[None], place.lanes, 4).view(np.uint32)[0, 0] == word[0, 0]
 
 
-def test_words_that_do_not_fit_are_refused():
-    config = config_of(2, 16)
-    words = np.zeros((8, 32), np.int32)
-    with pytest.raises(ValueError, match=r"q_proj.qweight' needs 'model.*q_proj.scales' beside it"):
-        carried({"qweight": words}, config)
-    scales = np.zeros((1, 32), np.float32)
-    three = {"qweight": words, "scales": scales, "qzeros": np.zeros((1, 3), np.int32)}
-    with pytest.raises(ValueError, match="3 words for 32 channels, which is not 2, 4 or 8 bits"):
-        carried(three, config)
-    awq = {"qweight": np.zeros((8, 8), np.int32), "scales": scales}
-    with pytest.raises(ValueError, match="packs 8 bits along the output channels; AWQ packs 4"):
-        carried(awq, config)
-    with pytest.raises(ValueError, match="must be two axes of 32-bit words"):
-        carried({"qweight": words.astype(np.float32), "scales": scales}, config)
-
-
 # --- scales ---
 
 
@@ -201,14 +185,8 @@ def test_scales_of_the_inputs_stay(name, shape):
     assert left == {name: "of the input channels"}
 
 
-def test_scales_of_inputs_or_outputs_are_refused():
-    arrays = {"weight": np.zeros((64, 64), np.int8), "new_scale": np.ones(64, np.float32)}
-    with pytest.raises(ValueError, match="input or output channels, 64 of each; if input, name it"):
-        carried(arrays, config_of(4, 16))
-    arrays["weight"] = np.zeros((64, 32), np.uint8)  # 64 inputs, if two are packed into a byte
-    with pytest.raises(ValueError, match="input or output channels"):
-        carried(arrays, config_of(4, 16))
-    arrays["weight"] = np.zeros((64, 32), np.int8)
+def test_a_scale_of_more_numbers_than_inputs_moves():
+    arrays = {"weight": np.zeros((64, 32), np.int8), "new_scale": np.ones(64, np.float32)}
     assert carried(arrays, config_of(4, 16))[1] == {}
 
 
@@ -242,40 +220,48 @@ def test_weights_in_scaled_blocks_are_those_of_the_moved_rows(heads, head_dim, v
     assert left == {"weight_scale_inv": "its blocks hold whole slices"}
 
 
-def test_rows_that_would_leave_their_block_are_refused():
-    arrays = {"weight": np.zeros((512, 8), np.int8), "weight_scale_inv": np.zeros((4, 1), np.int32)}
-    with pytest.raises(ValueError, match="scales blocks of 128 rows, and rows would leave"):
-        carried(arrays, config_of(2, 256))
-    arrays["weight_scale_inv"] = np.zeros((3, 1), np.int32)
-    with pytest.raises(ValueError, match=r"\(3, 1\): neither one number, nor 512 rows, nor 4 x 1"):
-        carried(arrays, config_of(2, 256))
+# --- what is refused ---
 
 
-def test_scales_that_are_no_blocks_of_the_weight_are_refused():
-    """The transposed scales of AMD Quark have as many rows as a weight has blocks."""
-    config = config_of(8, 64)
-    quark = {"weight": np.zeros((512, 64), np.int32), "weight_scale": np.ones((4, 512), np.float32)}
-    with pytest.raises(ValueError, match="packs several numbers in 32 bits, as AMD Quark does"):
-        carried(quark, config)
-    turned = {
-        "weight": np.zeros((128, 128), np.int8),
-        "weight_scale": np.ones((1, 128), np.float32),
-    }
-    with pytest.raises(ValueError, match="nor 128 rows, nor 1 x 1 blocks of 128 x 128"):
-        carried(turned, config_of(2, 64))
+def i4(*shape):
+    return np.zeros(shape, np.int32)
 
 
-def test_zero_points_of_packed_rows_are_refused_by_the_name_of_their_format():
-    """compressed-tensors packs 8 zero points of 8 rows in a word."""
-    packed = {"weight_packed": np.zeros((512, 8), np.int32)}
-    with pytest.raises(ValueError, match=r"\(pack-quantized\); convert the weights"):
-        carried({**packed, "weight_zero_point": np.zeros((64, 1), np.int32)}, config_of(8, 64))
+def i1(*shape):
+    return np.zeros(shape, np.int8)
 
 
-def test_scales_of_packed_rows_are_refused_without_the_blocks_of_a_weight():
-    packed = {"weight_packed": np.zeros((512, 8), np.int32)}
-    with pytest.raises(ValueError, match=r"\(64, 1\): neither one number, nor 512 rows$"):
-        carried({**packed, "weight_scale": np.ones((64, 1), np.float32)}, config_of(8, 64))
+def f4(*shape):
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize(("heads", "arrays", "message"), [
+    ((2, 16), {"qweight": i4(8, 32)}, r"q_proj.qweight' needs 'model.*q_proj.scales' beside it"),
+    ((2, 16), {"qweight": i4(8, 32), "scales": f4(1, 32), "qzeros": i4(1, 3)},
+     "3 words for 32 channels, which is not 2, 4 or 8 bits"),
+    ((2, 16), {"qweight": i4(8, 8), "scales": f4(1, 32)},
+     "packs 8 bits along the output channels; AWQ packs 4"),
+    ((2, 16), {"qweight": f4(8, 32), "scales": f4(1, 32)}, "must be two axes of 32-bit words"),
+    ((4, 16), {"weight": i1(64, 64), "new_scale": f4(64)},
+     "input or output channels, 64 of each; if input, name it"),
+    ((4, 16), {"weight": i1(64, 32).view(np.uint8), "new_scale": f4(64)},  # 2 inputs in a byte?
+     "input or output channels"),
+    ((2, 256), {"weight": i1(512, 8), "weight_scale_inv": i4(4, 1)},
+     "scales blocks of 128 rows, and rows would leave"),
+    ((2, 256), {"weight": i1(512, 8), "weight_scale_inv": i4(3, 1)},
+     r"\(3, 1\): neither one number, nor 512 rows, nor 4 x 1"),
+    ((8, 64), {"weight": i4(512, 64), "weight_scale": f4(4, 512)},  # a row for each block
+     "packs several numbers in 32 bits, as AMD Quark does"),
+    ((2, 64), {"weight": i1(128, 128), "weight_scale": f4(1, 128)},
+     "nor 128 rows, nor 1 x 1 blocks of 128 x 128"),
+    ((8, 64), {"weight_packed": i4(512, 8), "weight_zero_point": i4(64, 1)},  # 8 rows in a word
+     r"\(pack-quantized\); convert the weights"),
+    ((8, 64), {"weight_packed": i4(512, 8), "weight_scale": f4(64, 1)},
+     r"\(64, 1\): neither one number, nor 512 rows$"),
+])  # fmt: skip
+def test_what_does_not_fit_its_format_is_refused(heads, arrays, message):
+    with pytest.raises(ValueError, match=message):
+        carried(arrays, config_of(*heads))
 
 
 @pytest.mark.parametrize("name", ["weight.absmax", "weight.quant_state.bitsandbytes__nf4", "W_q",
