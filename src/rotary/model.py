@@ -142,7 +142,9 @@ and positions=, those of its tokens
     config = getattr(model, "config", None) if configs[""].config is None else configs[""].config
     if any(parameter.is_meta for parameter in model.parameters()):
         return _from_config(config, "its parameters are on the meta device")
-    for args, kwargs, at in examples(model, example, positions, _axes(config)):
+    stated = _stated(config)
+    axes = stated.num_axes if isinstance(stated, Rotary) else 1
+    for args, kwargs, at in examples(model, example, positions, axes):
         with unchanged(model):
             seen, error = watch(model, args, kwargs, len(at))
             candidates = _vector_values(model)
@@ -181,8 +183,8 @@ and positions=, those of its tokens
     if not groups:
         raise ValueError(
             f"no rotation was found in {type(model).__qualname__} with {len(at)} tokens: its "
-            f"config says {_stated(config)}; pass an example with two heads or rows, and one "
-            "position for each token as positions="
+            f"config says {'nothing' if config is None else stated}; pass an example with two "
+            "heads or rows, and one position for each token as positions="
         )
     result = []
     for (part, kind, spec, source), paths in groups.items():
@@ -258,11 +260,17 @@ def _configs(model: nn.Module) -> dict[str, _Nearest]:
     return configs
 
 
-def _expected(config: object, kind: str | None = None) -> Rotary | None:
-    """Return the RoPE that a config of transformers, or a model of diffusers, states."""
-    if isinstance(config, nn.Module):
-        return from_diffusers_config(config)
-    return rotary_of(choose(config, kind))
+def _stated(config: object, kind: str | None = None) -> Rotary | ValueError | None:
+    """Return the RoPE that a config of transformers, or a model of diffusers, states.
+
+    None without a config and without rotation, the error of a config that cannot be read.
+    """
+    try:
+        if isinstance(config, nn.Module):
+            return from_diffusers_config(config)
+        return None if config is None else rotary_of(choose(config, kind))
+    except ValueError as error:
+        return error
 
 
 def _layer_types(nearest: _Nearest, path: str) -> tuple[str | None, ...]:
@@ -290,19 +298,20 @@ def _from_config(config: object, note: str) -> tuple[ModelRotation, ...]:
     if not is_of_diffusers and getattr(config, "model_type", None) not in MODELS:
         raise ValueError(f"{note}, and no config says which RoPE it has")
     kinds = (None,) if is_of_diffusers else layer_types(config) or (None,)
-    specs = [(kind, _expected(config, kind)) for kind in kinds]
-    return tuple(
-        ModelRotation(None, kind, spec, (), "config", note) for kind, spec in specs if spec
-    )
+    result = []
+    for kind in kinds:
+        spec = _stated(config, kind)
+        if isinstance(spec, ValueError):
+            raise spec
+        if spec:
+            result.append(ModelRotation(None, kind, spec, (), "config", note))
+    return tuple(result)
 
 
 def _confirmed(config: object, kind: str | None, seen: list[Rotation], at: Array) -> Rotary | None:
     """Return the RoPE that a config states if it gives all that was seen; else None."""
-    try:
-        expected = None if config is None else _expected(config, kind)
-    except ValueError:
-        return None
-    return expected if expected and _gives(expected, seen, at) else None
+    stated = _stated(config, kind)
+    return stated if isinstance(stated, Rotary) and _gives(stated, seen, at) else None
 
 
 def _measured(
@@ -310,20 +319,16 @@ def _measured(
 ) -> Rotary:
     """Return the spec that gives what was seen in one module, whose config states no other."""
     try:
-        expected = None if config is None else _expected(config, kind)
-        is_known = config is not None
-    except ValueError:
-        expected, is_known = None, False
-    try:
         specs = dict.fromkeys(spec_of(rotation.turned, at, candidates) for rotation in seen)
     except ValueError as error:
         reason = SWAPPED if all(_starts_at_a_quarter(rotation, at) for rotation in seen) else error
         raise ValueError(f"{path} rotates, but {reason}") from error
     measured = " and ".join(map(str, specs))
-    if is_known:
+    stated = _stated(config, kind)
+    if config is not None and not isinstance(stated, ValueError):
         raise ValueError(
-            f"{path}: config and model disagree: the config says {expected}, but its forward "
-            f"rotates as {measured}{_rounding_hint(expected, seen, at)}"
+            f"{path}: config and model disagree: the config says {stated}, but its forward "
+            f"rotates as {measured}{_rounding_hint(stated, seen, at)}"
         )
     for spec in specs:  # those measured on q and on k differ by noise
         if _gives(spec, seen, at):
@@ -371,22 +376,6 @@ def _rounding_hint(spec: Rotary | None, seen: list[Rotation], at: Array) -> str:
         if _gives(dataclasses.replace(spec, schedule="custom", params=params), seen, at):
             return f"; its frequencies were rounded to {dtype}, as model.to({dtype}) does to them"
     return ""
-
-
-def _axes(config: object) -> int:
-    """Return how many axes the positions of a model have by its config."""
-    try:
-        spec = None if config is None else _expected(config)
-    except ValueError:
-        return 1
-    return spec.num_axes if spec else 1
-
-
-def _stated(config: object) -> str:
-    try:
-        return str(_expected(config)) if config is not None else "nothing"
-    except ValueError as error:
-        return str(error)
 
 
 def _short(paths: tuple[str, ...]) -> list[str]:
