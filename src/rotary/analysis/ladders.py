@@ -118,21 +118,18 @@ def wanted_level(
     until = whole_number("until", until, 1, length)
     least = _share("at_least", at_least)
     beyond = {"power": power, "scale": scale, "at_most": at_most}
-    limits = {name: number(name, value) for name, value in beyond.items() if value is not None}
-    if len(limits) > 1:
-        raise ValueError(f"give one of power, scale and at_most, not {' and '.join(limits)}")
-    if at_most is not None:
-        _share("at_most", at_most)
-    elif any(value <= 0 for value in limits.values()):
-        ((name, value),) = limits.items()
-        raise ValueError(f"{name} must be > 0, got {value}")
+    given = [name for name, value in beyond.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"give one of power, scale and at_most, not {' and '.join(given)}")
     lower, upper = np.zeros(len(at)), np.ones(len(at))
     if power is not None:
-        lower[:] = upper[:] = least * (at / until) ** -limits["power"]
+        power = number("power", power, above=0)
+        lower[:] = upper[:] = least * (at / until) ** -power
     elif scale is not None:
-        lower[:] = upper[:] = least * np.exp(-np.maximum(at - until, 0) / limits["scale"])
+        scale = number("scale", scale, above=0)
+        lower[:] = upper[:] = least * np.exp(-np.maximum(at - until, 0) / scale)
     elif at_most is not None:
-        upper[:] = at_most
+        upper[:] = _share("at_most", at_most)
     near = at <= until
     lower[near], upper[near] = least, 1.0
     return Wanted(lower, upper, np.where(near, least, 0.0))

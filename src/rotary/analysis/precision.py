@@ -202,8 +202,7 @@ def longest_safe_position(
     256
     """
     rule = _rule(arithmetic)
-    if not number("tolerance", tolerance) > 0:
-        raise ValueError(f"tolerance must be > 0 rad, got {tolerance}")
+    number("tolerance", tolerance, above=0)
     rate, off = _rates(spec, seq_len, rule.inv_freq)
     if arithmetic in _TABLES:
         # cos and sin off by a share u turn a pair by u / (1 - u) at most; 2^-24: float16 subnormals

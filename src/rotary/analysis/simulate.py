@@ -48,10 +48,9 @@ def theorem_1(
     >>> theorem_1(Rotary(head_dim=128), [0, 10, 1000]).round(1)
     array([64. , 42.8, 10.2])
     """
-    mean, sigma, random = number("mean", mean), number("sigma", sigma), _generator(noise, seed)
+    mean, sigma = number("mean", mean), number("sigma", sigma, above=0)
+    random = _generator(noise, seed)
     other_mean = mean if other_mean is None else number("other_mean", other_mean)
-    if sigma <= 0:
-        raise ValueError(f"sigma must be > 0, the theorem divides by its square; got {sigma}")
     count = whole_number("samples", samples, 1, MAX_DRAWS)
     blocks = _angle_blocks(spec, distances, seq_len, axes, 1)
 
@@ -139,6 +138,5 @@ def _blocks(count: int, each: int) -> Iterator[slice]:
 
 
 def _generator(noise: float, seed: int) -> np.random.Generator:
-    if number("noise", noise) < 0:
-        raise ValueError(f"noise must be >= 0, got {noise}")
+    number("noise", noise, least=0)
     return np.random.default_rng(whole_number("seed", seed, 0, 2**63 - 1))

@@ -100,12 +100,22 @@ def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None
         )
 
 
-def number(name: str, value: object) -> float:
-    """Return `value` as a float if it is a finite number; else raise ValueError."""
+def number(
+    name: str, value: object, *, least: float = -math.inf, above: float = -math.inf
+) -> float:
+    """Return `value` as a float if it is finite, >= `least` and > `above`; else raise ValueError.
+
+    >>> number("turns", 0, above=0)
+    Traceback (most recent call last):
+    ValueError: turns must be > 0, got 0
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise ValueError(f"{name} must be a number, got {brief(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {brief(value)}")
+    if value < least or value <= above:
+        bound = f"> {above:g}" if value <= above else f">= {least:g}"
+        raise ValueError(f"{name} must be {bound}, got {brief(value)}")
     return float(value)
 
 
@@ -193,7 +203,7 @@ def extrapolation_length(base: float, critical_dim: int, head_dim: int) -> float
     """
     head_dim = whole_number("head_dim", head_dim)
     critical_dim = whole_number("critical_dim", critical_dim, 0, head_dim)
-    return 2 * math.pi * _base(base) ** (critical_dim / head_dim)
+    return 2 * math.pi * number("base", base, least=1) ** (critical_dim / head_dim)
 
 
 def pair_with_turns(spec: Rotary, length: int, turns: float, seq_len: int | None = None) -> float:
@@ -210,9 +220,7 @@ def pair_with_turns(spec: Rotary, length: int, turns: float, seq_len: int | None
     (20.9, 45.0)
     """
     length = whole_number("length", length)
-    turns = number("turns", turns)
-    if not turns > 0:
-        raise ValueError(f"turns must be > 0, got {turns}")
+    turns = number("turns", turns, above=0)
     rates = frequencies(spec, seq_len)
     moving = rates[: np.count_nonzero(rates)]
     if len(moving) < 2 or not (moving > 0).all() or not (np.diff(moving) < 0).all():
@@ -265,14 +273,7 @@ def digits(position: int, base: float, head_dim: int) -> Array:
     position = whole_number("position", position, 0)
     if whole_number("head_dim", head_dim) % 2:
         raise ValueError(f"head_dim must be even, got {head_dim}")
-    beta = _base(base) ** (2 / head_dim)
+    beta = number("base", base, least=1) ** (2 / head_dim)
     if abs(beta - round(beta)) < 1e-9:  # a whole beta must not lose a digit to rounding
         beta = float(round(beta))
     return np.floor(position / beta ** np.arange(head_dim // 2)) % beta
-
-
-def _base(value: object) -> float:
-    base = number("base", value)
-    if base < 1:
-        raise ValueError(f"base must be >= 1, got {brief(value)}")
-    return base
