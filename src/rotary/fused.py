@@ -9,7 +9,7 @@ from .kernels.stages import KVCache as KVCache
 from .kernels.stages import LatentCache as LatentCache
 from .kernels.stages import Norm as Norm
 from .kernels.stages import Stages, dtype_name
-from .rotate import options_of
+from .rotate import check_one_axis, options_of
 from .spec import Rotary, check_spec
 
 K = TypeVar("K")  # an array of the library of `Array`, or None
@@ -126,8 +126,7 @@ def fused(
         (cos, sin), rows = tables, positions
     elif positions is None:
         seq_dim = -2 if seq_dim is None else seq_dim
-        if spec.num_axes > 1:
-            raise ValueError(f"a spec with {spec.num_axes} axes needs positions")
+        check_one_axis(spec)
         seq = q.shape[seq_axis(tuple(q.shape), seq_dim)]
         cos, sin = sequence_cos_sin(spec, q, seq, precision)
     else:

@@ -108,7 +108,17 @@ def compare(
     >>> dist.destroy_process_group()
     """
     try:
-        _check_arguments(spec, positions, cos, sin, seq_len, expected, tolerance)
+        check_spec(spec)
+        if seq_len is not None:
+            check_whole("seq_len", np.asarray(seq_len).tolist(), 0)
+        if not (isinstance(tolerance, Real) and tolerance > 0):
+            raise ValueError(f"tolerance must be a number > 0, got {brief(tolerance)}")
+        if positions is not None and seq_len is None and expected is None:
+            raise ValueError(
+                "positions need seq_len, or expected: the positions of the whole sequence"
+            )
+        if (cos is None) != (sin is None) or (cos is not None and positions is None):
+            raise ValueError("to check tables pass positions, cos and sin: all three are needed")
     except (TypeError, ValueError) as refusal:
         if dist.is_initialized():
             gathered(str(refusal), group)
@@ -173,21 +183,6 @@ def gathered(value: Any, group: Any = None) -> dict[int, Any]:
 
 
 # --- the facts of one rank ---
-
-
-def _check_arguments(
-    spec: Rotary, positions: object, cos: object, sin: object, seq_len: int | None,
-    expected: object, tolerance: float,
-) -> None:  # fmt: skip
-    check_spec(spec)
-    if seq_len is not None:
-        check_whole("seq_len", np.asarray(seq_len).tolist(), 0)
-    if not (isinstance(tolerance, Real) and tolerance > 0):
-        raise ValueError(f"tolerance must be a number > 0, got {brief(tolerance)}")
-    if positions is not None and seq_len is None and expected is None:
-        raise ValueError("positions need seq_len, or expected: the positions of the whole sequence")
-    if (cos is None) != (sin is None) or (cos is not None and positions is None):
-        raise ValueError("to check tables pass positions, cos and sin: all three are needed")
 
 
 def _turns_and_error(spec: Rotary, length: int) -> tuple[str, float]:

@@ -75,11 +75,11 @@ class Rotary:
     def __post_init__(self) -> None:
         for name in ("head_dim", "rotary_dim", "start", "base", "sign"):
             self._set(name, unwrapped(getattr(self, name)))
+        self._set("rotary_dim", self.head_dim if self.rotary_dim is None else self.rotary_dim)
+        self._set("out_layout", self.layout if self.out_layout is None else self.out_layout)
         _check_slice(self)
         _check_base(self.base)
         self._set("base", float(self.base))
-        self._set("rotary_dim", self.head_dim if self.rotary_dim is None else self.rotary_dim)
-        self._set("out_layout", self.layout if self.out_layout is None else self.out_layout)
         for name in ("layout", "out_layout"):
             check_layout(getattr(self, name), name)
         if self.schedule not in list(SCHEDULES):
@@ -269,7 +269,6 @@ def check_head_dim(head_dim: object) -> None:
 def _check_slice(spec: Rotary) -> None:
     head_dim, rotary_dim, start = spec.head_dim, spec.rotary_dim, spec.start
     check_head_dim(head_dim)
-    rotary_dim = head_dim if rotary_dim is None else rotary_dim
     if not is_whole(rotary_dim) or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         hint = "; a layer without rotation has no Rotary" if rotary_dim == 0 else ""
         if is_whole(rotary_dim) and rotary_dim > head_dim:
