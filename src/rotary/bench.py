@@ -48,16 +48,11 @@ class Timing(NamedTuple):
 
 
 def measure(
-    cases: Mapping[str, Case],
-    *,
-    rounds: int = 11,
-    between: Case | None = None,
-    on_round: Callable[[], None] | None = None,
+    cases: Mapping[str, Case], *, rounds: int = 11, between: Case | None = None
 ) -> dict[str, Timing]:
     """Time every case once per round, after two rounds of warm-up that are not counted.
 
-    between   runs before each timed call, as the other operators of a model would
-    on_round  called after each round
+    between  runs before each timed call, as the other operators of a model would
     The result of a call is freed outside the timed interval.
 
     >>> sorted(measure({"a": lambda: 1, "b": lambda: 2}, rounds=3))
@@ -74,8 +69,6 @@ def measure(
             del result
             if number >= 2:
                 seconds[name].append(spent)
-        if on_round is not None:
-            on_round()
     return {name: Timing(statistics.median(each), min(each)) for name, each in seconds.items()}
 
 
