@@ -7,6 +7,7 @@ import numpy as np
 from ..kernels import Array as Array
 from ..kernels import kernel_of
 from ..kernels.place import cast as cast
+from ..spec import Rotary, check_spec
 
 
 def namespace(array: Array) -> Any:
@@ -91,6 +92,16 @@ def at_least_float32(x: Array) -> Array:
     """Widen x of a 16-bit type to float32, for sums over a sequence."""
     xp = namespace(x)
     return cast(x, xp.promote_types(x.dtype, xp.float32))
+
+
+def check_steady(user: str, spec: Rotary, advice: str = "") -> None:
+    """Refuse several axes, and frequencies that depend on the length; the text names the user."""
+    check_spec(spec, "spec")
+    if spec.num_axes > 1 or spec.depends_on_length:
+        raise ValueError(
+            f"{user} one position axis and frequencies that do not depend on the length, got "
+            f"{spec.num_axes} axes and schedule {spec.schedule!r}{advice}"
+        )
 
 
 def has_shared_heads(q: Array, k: Array) -> bool:

@@ -13,11 +13,12 @@ from ..angles import inv_freq
 from ..kernels.place import Place
 from ..kernels.private import recorded_as
 from ..rotate import apply
-from ..spec import Rotary, check_spec, check_whole, unwrapped
+from ..spec import Rotary, check_whole, unwrapped
 from ..words import brief
 from .arrays import (
     Array,
     at_least_float32,
+    check_steady,
     namespace,
     per_head,
     per_query_head,
@@ -143,15 +144,10 @@ def distance_attention(
     >>> distance_attention(x, x, x, spec, rerope(2)).shape
     (4, 4)
     """
-    check_spec(spec, "spec")
+    check_steady("distances need", spec)
     if not isinstance(distances, DistanceMap):
         raise TypeError(
             f"distances must be a DistanceMap, such as rerope(window), got {brief(distances)}"
-        )
-    if spec.num_axes > 1 or spec.depends_on_length:
-        raise ValueError(
-            "distances need one position axis and frequencies that do not depend on the length, "
-            f"got {spec.num_axes} axes and schedule {spec.schedule!r}"
         )
     m, n = positions_of_both(q_positions, q, k_positions, k)
     k, v = per_query_head(q, k), per_query_head(q, v)

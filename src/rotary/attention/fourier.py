@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..angles import cos_sin, inv_freq
 from ..spec import Rotary, check_spec, check_whole, is_whole
-from .arrays import Array, at_least_float32, cast, namespace, positions_of
+from .arrays import Array, at_least_float32, cast, check_steady, namespace, positions_of
 
 
 def fourier_coefficients(
@@ -119,11 +119,7 @@ def fourier_cos_sin(
 
 def _frequencies(spec: Rotary) -> npt.NDArray[np.float64]:
     check_spec(spec)
-    if spec.num_axes > 1 or spec.depends_on_length:
-        raise ValueError(
-            "FoPE needs one position axis and frequencies that do not depend on the length, got "
-            f"{spec.num_axes} axes and schedule {spec.schedule!r}"
-        )
+    check_steady("FoPE needs", spec)
     frequencies, factor = inv_freq(spec)
     if (np.diff(frequencies) > 0).any() or factor != 1:
         raise ValueError(

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..rotate import apply
 from ..spec import Rotary, check_spec
-from .arrays import Array, at_least_float32, cast, namespace, per_head, positions_of
+from .arrays import Array, at_least_float32, cast, check_steady, namespace, per_head, positions_of
 from .features import FeatureMap, elu_plus_one
 
 
@@ -128,12 +128,7 @@ def chunked_linear_attention(
         raise ValueError(f"chunk_size must be >= 1 token, got {chunk_size}")
     _check_tokens(q, k, v)
     if spec is not None:
-        check_spec(spec, "spec")
-    if spec is not None and (spec.num_axes > 1 or spec.depends_on_length):
-        raise ValueError(
-            "a state needs one position axis and frequencies that do not depend on the length, got "
-            f"{spec.num_axes} axes and schedule {spec.schedule!r}; use linear_attention"
-        )
+        check_steady("a state needs", spec, "; use linear_attention")
     first: Any = 0 if state is None else state.position
     if positions is None:
         # positions beyond the 32-bit integers of JAX stay in a NumPy array
