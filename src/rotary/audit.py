@@ -196,15 +196,17 @@ def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
     config, prefix = getattr(module, "config", None), name.removesuffix("inv_freq")
     if config is None:
         return f"{count}, float32 or better", ""
-    try:
-        specs = _specs(config, prefix.rstrip("_"))
+    layer_type = prefix.rstrip("_")
+    try:  # without a type in its name, it may have any RoPE that the config states
+        kinds = (layer_type,) if layer_type else layer_types(config) or (None,)
+        specs = [from_hf_config(config, kind, strict=False) for kind in kinds]
     except ArgumentNeededError as error:
         return f"{count}, not compared: {error.reason}", ""
     except ValueError as error:
         return f"{count}, not compared: {error}", ""
-    if not specs:  # Falcon with alibi makes the buffer as well, and does not read it
+    if not any(specs):  # Falcon with alibi makes the buffer as well, and does not read it
         return f"{count}, the config says no rotation", ""
-    stated = [each for spec in specs for each in _frequencies_in_use(spec, module, prefix)]
+    stated = [each for spec in specs if spec for each in _frequencies_in_use(spec, module, prefix)]
     alike = [each for each in stated if each.shape == values.shape]
     if not alike:
         others = " or ".join(dict.fromkeys(str(len(each)) for each in stated))
@@ -216,13 +218,6 @@ def _buffer_state(module: Any, name: str, buffer: Any) -> tuple[str, str]:
         advice = "loaded from a checkpoint, or changed since: build the module again"
         return f"frequencies differ from the config by {apart:.1e}", advice
     return f"{count}, as the config says", ""
-
-
-def _specs(config: Any, layer_type: str) -> list[Rotary]:
-    """Return the RoPE of a layer type; "": all RoPEs that the config states, of any layers."""
-    kinds = (layer_type,) if layer_type else layer_types(config) or (None,)
-    specs = [from_hf_config(config, kind, strict=False) for kind in kinds]
-    return [spec for spec in specs if spec]
 
 
 def _frequencies_in_use(spec: Rotary, module: Any, prefix: str) -> Iterator[Numbers]:

@@ -162,9 +162,9 @@ and positions=, those of its tokens
     agreeing: dict[str, Rotary] = {}
     for path, own in rotated.items():
         for kind in _layer_types(configs[path], path):
-            kinds[path], spec = kind, _confirmed(configs[path].config, kind, own, at)
-            if spec:
-                agreeing[path] = spec
+            kinds[path], read = kind, _stated(configs[path].config, kind)
+            if isinstance(read, Rotary) and _gives(read, own, at):
+                agreeing[path] = read
                 break
     groups: dict[tuple[str | None, str | None, Rotary, str], list[str]] = {}
     for path, own in rotated.items():
@@ -306,12 +306,6 @@ def _from_config(config: object, note: str) -> tuple[ModelRotation, ...]:
         if spec:
             result.append(ModelRotation(None, kind, spec, (), "config", note))
     return tuple(result)
-
-
-def _confirmed(config: object, kind: str | None, seen: list[Rotation], at: Array) -> Rotary | None:
-    """Return the RoPE that a config states if it gives all that was seen; else None."""
-    stated = _stated(config, kind)
-    return stated if isinstance(stated, Rotary) and _gives(stated, seen, at) else None
 
 
 def _measured(

@@ -92,7 +92,10 @@ class Rotary:
         self._set("params", _frozen_params(self.schedule, self.params))
         self._set("axes", _checked_axes(self.axes, self.rotary_dim // 2))
         _check_frequencies(self)
-        _check_factor(self.params.get("factor"))
+        factor = self.params.get("factor")
+        if isinstance(factor, int | float) and factor < 1:
+            text = f"factor {factor} < 1 shortens the context; a factor is usually >= 1"
+            warnings.warn(text, stacklevel=3)
         _check_axes_of_schedule(self)
         self._set("_depends_on_length", depends_on_length(self.schedule))
         self._set("_json", json.dumps(self.to_dict()))
@@ -291,13 +294,6 @@ def _check_base(base: object) -> None:
         raise ValueError(f"base must be finite and >= 1, got {brief(base)}")
     if base == 1:
         warnings.warn("base 1 gives every pair the same frequency, 1 rad per token", stacklevel=4)
-
-
-def _check_factor(factor: object) -> None:
-    if isinstance(factor, int | float) and factor < 1:
-        warnings.warn(
-            f"factor {factor} < 1 shortens the context; a factor is usually >= 1", stacklevel=4
-        )
 
 
 def _frozen_params(schedule: str, params: Mapping[str, object]) -> Mapping[str, object]:

@@ -138,7 +138,9 @@ def check(
     check_spec(spec, "spec")
     fns, kind = callables(fn, form, seq_dim, library, dtype)
     rules = _rules(spec, seq_len, max_position, tolerance, dtype, skip)
-    spec = _of_tables(spec) if kind == "tables" else spec
+    if kind == "tables":  # they have one axis and no attention factor
+        params = {"inv_freq": inv_freq(spec)[0].tolist()}
+        spec = dataclasses.replace(spec, schedule="custom", params=params, axes=())
     trials = [
         [call for box in boxes for call in _calls(box, spec, rules)]
         for boxes in _boxes(fns, kind, spec, seq_dim, library, dtype)
@@ -174,12 +176,6 @@ def _rules(
         max_position = max(FAR, 2 * trained if spec.depends_on_length else 0)
     check_whole("max_position", max_position, 31)
     return Rules(max_position, seq_len, tolerance + 4 * UNITS[dtype], skip)
-
-
-def _of_tables(spec: Rotary) -> Rotary:
-    """Return the spec for a function that is given tables: one axis, no attention factor."""
-    params = {"inv_freq": inv_freq(spec)[0].tolist()}
-    return dataclasses.replace(spec, schedule="custom", params=params, axes=())
 
 
 def _boxes(
