@@ -255,10 +255,18 @@ def _rows(
     max_bytes: int = MAX_BYTES,
 ) -> tuple[Array, str, tuple[int | None, ...]]:
     """Check positions; return them as (rows, seq) or (rows, seq, axes), their kind, the lengths."""
-    _check_shape(spec, positions.shape, max_bytes)
+    check_axes(spec.num_axes, positions.shape)
+    tokens = _tokens(spec, positions)
+    if all(isinstance(size, int) for size in positions.shape):
+        count = math.prod(tokens)
+        if (size := 4 * spec.rotary_dim * count) > max_bytes:
+            raise ValueError(
+                f"tables of {count:,} positions take {size:,} bytes, over max_bytes = "
+                f"{max_bytes:,}; build them in parts or raise max_bytes"
+            )
     kind, low, high = kernel.inspect(positions)
     check_range(kind, low, high, allow_negative)
-    lead = _tokens(spec, positions)[:-1]
+    lead = tokens[:-1]
     rows = positions.reshape(math.prod(lead), *positions.shape[len(lead) :])
     return rows, kind, _row_lengths(spec, kernel, rows, seq_len, lead)
 
@@ -362,17 +370,6 @@ def _row_lengths(
         lengths = array.reshape(-1).tolist()
     exact = tuple(_known_length(spec, length) for length in lengths)
     return exact[:1] if len(set(exact)) == 1 else exact or (None,)
-
-
-def _check_shape(spec: Rotary, shape: Sequence[int], max_bytes: int) -> None:
-    check_axes(spec.num_axes, shape)
-    if all(isinstance(size, int) for size in shape):
-        rows = math.prod(shape[:-1] if spec.num_axes > 1 else shape)
-        if (size := 4 * spec.rotary_dim * rows) > max_bytes:
-            raise ValueError(
-                f"tables of {rows:,} positions take {size:,} bytes, over max_bytes = "
-                f"{max_bytes:,}; build them in parts or raise max_bytes"
-            )
 
 
 def check_range(kind: str, low: float | None, high: float | None, allow_negative: bool) -> None:
