@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .spectrum import Array
+from .spectrum import Array, row_blocks
 
 Distances = npt.NDArray[np.int64]
 
@@ -74,10 +74,8 @@ def sampled(points: Points, seed: int) -> Points:
 def mean_cosine(theta: Array, length: int, share: Array | None = None) -> Array:
     """(length,) float64: mean of cos(m theta) at m = 1 .. length, weighted by `share` if given."""
     share = np.full(len(theta), 1.0 / len(theta)) if share is None else share
-    size = max(2**20 // len(theta), 1)
-    blocks = [np.arange(first, min(first + size, length + 1))
-              for first in range(1, length + 1, size)]  # fmt: skip
-    return np.concatenate([_cosines(block, theta) @ share for block in blocks])
+    at, blocks = np.arange(1, length + 1), row_blocks(length, len(theta), 2**20)
+    return np.concatenate([_cosines(at[rows], theta) @ share for rows in blocks])
 
 
 def _cosines(distances: Distances, theta: Array) -> Array:

@@ -11,7 +11,6 @@ the largest error of cos or sin over all pairs and 64 positions of the last 1 %.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from ..angles import inv_freq, turns
 from ..schedules import FLOAT32, SCHEDULES
 from ..spec import Rotary
-from .spectrum import Array, check_size, frequencies, number, whole_numbers
+from .spectrum import Array, check_size, frequencies, number, row_blocks, whole_numbers
 
 MAX_POSITION = 2**40  # where 64-bit turns are off by 2e-7 rad
 NEARBY = 64  # positions that `error_near` looks at
@@ -115,7 +114,7 @@ def angle_error(
     check_size("positions", len(places), spec.rotary_dim // 2)
     true, (rate, off) = frequencies(spec, seq_len), _rates(spec, seq_len, rule.inv_freq)
     error = np.empty((len(places), len(true)))
-    for part in _blocks(len(places), len(true)):
+    for part in row_blocks(len(places), len(true), _BLOCK):
         if arithmetic in _TABLES:  # from the exact angle to that of the rounded point (cos, sin)
             cos, sin = _cos_sin(places[part], true)
             x, y = round_to(cos, rule.table), round_to(sin, rule.table)
@@ -141,7 +140,7 @@ def table_error(
     rule, places = _rule(arithmetic), whole_numbers("positions", positions, 0, MAX_POSITION)
     true, (rate, off) = frequencies(spec, seq_len), _rates(spec, seq_len, rule.inv_freq)
     worst = np.empty(len(places))
-    for part in _blocks(len(places), len(true)):
+    for part in row_blocks(len(places), len(true), _BLOCK):
         exact = np.stack(_cos_sin(places[part], true))
         with np.errstate(invalid="ignore"):  # no angle, no table
             error = _angle_errors(rule, places[part], rate, off)
@@ -238,11 +237,6 @@ def _rates(spec: Rotary, seq_len: int | None, kind: str) -> tuple[Array, Array]:
         single = schedule(spec.rotary_dim, spec.base, FLOAT32, **spec.params, **extra)[0]
         rate = round_to(np.abs(single), kind)
         return rate, rate - true
-
-
-def _blocks(length: int, pairs: int) -> Iterator[slice]:
-    rows = max(1, _BLOCK // pairs)
-    return (slice(start, start + rows) for start in range(0, length, rows))
 
 
 def _angle_errors(

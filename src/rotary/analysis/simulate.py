@@ -8,7 +8,7 @@ import numpy as np
 from ..angles import inv_freq
 from ..spec import Rotary
 from .decay import Like, angles_at, checked_distances
-from .spectrum import Array, Axes, check_size, number, still_pairs, whole_number
+from .spectrum import Array, Axes, check_size, number, row_blocks, still_pairs, whole_number
 
 MAX_DRAWS = 2**18
 MAX_SIZES = 2**27  # trials x pairs: 1 GiB of float64
@@ -56,7 +56,7 @@ def theorem_1(
 
     # a score is linear in q_i conj(k_i), so the means of these products serve all distances
     products, still = np.zeros(spec.rotary_dim // 2, np.complex128), 0.0
-    for rows in _blocks(count, spec.head_dim):
+    for rows in row_blocks(count, spec.head_dim, _BLOCK):
         shape = (rows.stop - rows.start, spec.head_dim)
         q = mean + sigma * random.standard_normal(shape)
         similar = q + noise * random.standard_normal(shape)
@@ -126,15 +126,8 @@ def _angle_blocks(
     """Yield angles (rows, pairs) in blocks of so few rows that (rows, draws) numbers fit."""
     row = checked_distances(distances)
     check_size("distances", len(row), draws, MAX_SCORES)
-    for rows in _blocks(len(row), max(spec.rotary_dim // 2, draws)):
+    for rows in row_blocks(len(row), max(spec.rotary_dim // 2, draws), _BLOCK):
         yield angles_at(spec, row[rows], seq_len=seq_len, axes=axes)
-
-
-def _blocks(count: int, each: int) -> Iterator[slice]:
-    """Yield slices of `count` rows of `each` numbers that fit in a block; an empty one for none."""
-    rows = max(_BLOCK // each, 1)
-    for begin in range(0, max(count, 1), rows):
-        yield slice(begin, min(begin + rows, count))
 
 
 def _generator(noise: float, seed: int) -> np.random.Generator:

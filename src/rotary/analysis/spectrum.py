@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,13 @@ def check_size(name: str, count: int, each: int, most: int = MAX_ANGLES) -> None
             f"{count:,} {name} x {each:,} are more than 2^{most.bit_length() - 1}; "
             "ask for fewer at a time"
         )
+
+
+def row_blocks(count: int, each: int, most: int) -> Iterator[slice]:
+    """Yield slices of `count` rows of `each` numbers, `most` numbers at a time; one for no rows."""
+    rows = max(most // each, 1)
+    for begin in range(0, max(count, 1), rows):
+        yield slice(begin, min(begin + rows, count))
 
 
 def number(
