@@ -44,10 +44,9 @@ def extremes(values: Values, starts: Indices) -> tuple[Indices, Indices]:
     values  one for each of the distances 0, 1, 2 ..; that at 0 is in no bin, for a log axis
     starts  from `log_bins`
     """
-    ends = [*starts[1:].tolist(), len(values)]
-    parts = [(start, values[start:end]) for start, end in zip(starts.tolist(), ends, strict=True)]
-    low = np.array([start + int(part.argmin()) for start, part in parts])
-    high = np.array([start + int(part.argmax()) for start, part in parts])
+    _, *parts = np.split(values, starts)
+    low = starts + np.array([part.argmin() for part in parts])
+    high = starts + np.array([part.argmax() for part in parts])
     return low, high
 
 
