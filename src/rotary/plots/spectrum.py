@@ -126,11 +126,11 @@ def frequency_ratio(
     figure, (panel,) = panels()
     models = list(curves(specs))
     entries: list[tuple[str, Artist]] = []
-    originals = {original or _unscaled(spec) for _, spec, _ in models}
-    if len(originals) == 1:
-        heading(figure, f"original: {described(*originals)}")
+    originals = [original or _unscaled(spec) for _, spec, _ in models]
+    if len(set(originals)) == 1:
+        heading(figure, f"original: {described(originals[0])}")
     for index, (name, spec, style) in enumerate(models):
-        ratio = _ratio(spec, original, seq_len)
+        ratio = _ratio(spec, originals[index], seq_len)
         style |= _joined(spec)
         width = 1.2 + 0.35 * (len(models) - 1 - index)  # so that coinciding curves are all visible
         line = panel.plot(np.arange(ratio.size), ratio, linewidth=width, **style)[0]
@@ -141,7 +141,7 @@ def frequency_ratio(
     )
     panel.margins(y=0.08)
     if trained is not None:
-        first, last = spectrum.yarn_band(original or _unscaled(models[0][1]), trained)
+        first, last = spectrum.yarn_band(originals[0], trained)
         panel.axvspan(first, last, color=SHADE, zorder=0)
         entries.append((f"32 turns to 1 turn in {trained:,} tokens", Patch(color=SHADE)))
     label(panel, PAIR, "frequency / original frequency", "What the extension does to each pair")
@@ -152,8 +152,7 @@ def _unscaled(spec: Rotary) -> Rotary:
     return dataclasses.replace(spec, schedule="default", params={})
 
 
-def _ratio(spec: Rotary, original: Rotary | None, seq_len: int | None) -> spectrum.Array:
-    before = original or _unscaled(spec)
+def _ratio(spec: Rotary, before: Rotary, seq_len: int | None) -> spectrum.Array:
     if before.rotary_dim != spec.rotary_dim:
         raise ValueError(
             f"original must have the same rotary_dim, {spec.rotary_dim}, got {before.rotary_dim}"
