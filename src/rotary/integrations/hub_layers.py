@@ -60,16 +60,20 @@ def apply_rotary(
     return rotated[0], None if k is None else rotated[1]
 
 
-class apply_rotary_transformers(nn.Module):  # noqa: N801  # its name in transformers
+class _Layer(nn.Module):
+    """What `kernels` asks a layer for; it takes nothing else that a subclass of nn.Module has."""
+
+    has_backward = True
+    can_torch_compile = True
+
+
+class apply_rotary_transformers(_Layer):  # noqa: N801  # its name in transformers
     """Rotate all channels of each head, or the first ones, in the half layout of transformers.
 
     cos and sin have one column for each rotated channel: the columns of all pairs, twice. With
     fewer columns than channels, that many channels are rotated. Half as many columns are refused,
     since they could also be one for each pair: use the layer for one of the two cases.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -81,31 +85,23 @@ class apply_rotary_transformers(nn.Module):  # noqa: N801  # its name in transfo
                 "(openai_privacy_filter) if these are one for each pair, or apply_rotary_partial "
                 "if half of the channels are rotated"
             )
-        pairs = _half_of(cos)
-        return apply_rotary(q, k, cos[..., :pairs], sin[..., :pairs], unsqueeze_dim)
+        return apply_rotary(q, k, *_half_of(cos, sin), unsqueeze_dim)
 
 
-class apply_rotary_partial(nn.Module):  # noqa: N801
+class apply_rotary_partial(_Layer):  # noqa: N801
     """Rotate the first channels of each head, as many as cos has columns, in the half layout."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> Rotated:
-        pairs = _half_of(cos)
-        return apply_rotary(q, k, cos[..., :pairs], sin[..., :pairs], unsqueeze_dim)
+        return apply_rotary(q, k, *_half_of(cos, sin), unsqueeze_dim)
 
 
-class apply_rotary_half_width(nn.Module):  # noqa: N801
+class apply_rotary_half_width(_Layer):  # noqa: N801
     """Rotate in the half layout by tables with one column for each pair, as gpt_oss has them.
 
     Twice as many channels as columns are rotated.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -113,14 +109,11 @@ class apply_rotary_half_width(nn.Module):  # noqa: N801
         return apply_rotary(q, k, cos, sin, unsqueeze_dim)
 
 
-class apply_rotary_interleaved(nn.Module):  # noqa: N801
+class apply_rotary_interleaved(_Layer):  # noqa: N801
     """Rotate channels 2 i and 2 i + 1 by tables with a column per pair: openai_privacy_filter.
 
     Twice as many channels as columns are rotated.
     """
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
@@ -128,25 +121,21 @@ class apply_rotary_interleaved(nn.Module):  # noqa: N801
         return apply_rotary(q, k, cos, sin, unsqueeze_dim, layout="interleaved")
 
 
-class apply_rotary_conjugate(nn.Module):  # noqa: N801
+class apply_rotary_conjugate(_Layer):  # noqa: N801
     """Rotate as `apply_rotary_partial` does, by minus the angles: nanochat."""
-
-    has_backward = True
-    can_torch_compile = True
 
     def forward(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> Rotated:
-        pairs = _half_of(cos)
-        one, other = cos[..., :pairs], sin[..., :pairs]
-        return apply_rotary(q, k, one, other, unsqueeze_dim, conjugate=True)
+        return apply_rotary(q, k, *_half_of(cos, sin), unsqueeze_dim, conjugate=True)
 
 
-def _half_of(cos: Tensor) -> int:
-    """Return the number of pairs of a table with one column for each channel."""
+def _half_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the columns of the pairs, of tables with one column for each channel."""
     if cos.shape[-1] % 2:
         raise ValueError(f"cos has {cos.shape[-1]} columns; one for each channel is an even number")
-    return cos.shape[-1] // 2
+    pairs = cos.shape[-1] // 2
+    return cos[..., :pairs], sin[..., :pairs]
 
 
 def _like_rank_of(q: Tensor, table: Tensor, unsqueeze_dim: int) -> Tensor:

@@ -24,6 +24,7 @@ import inspect
 import logging
 import math
 import os
+import pkgutil
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -160,15 +161,10 @@ def register() -> None:
     if NAME not in map(str.strip, os.environ.get("SGLANG_PLUGINS", "").split(",")):
         return
     plugins = vars(importlib.import_module("sglang.srt.plugins.hook_registry"))
-    files = {
-        "base": importlib.import_module("sglang.srt.layers.rotary_embedding.base"),
-        "mrope": importlib.import_module("sglang.srt.layers.rotary_embedding.mrope"),
-        "rope_variant": importlib.import_module("sglang.srt.layers.rotary_embedding.rope_variant"),
-    }
     hooked = []
     for path, method in HOOKS.items():
         file, owner, name = path.split(".")
-        methods = vars(vars(files[file]).get(owner, object))
+        methods = vars(getattr(pkgutil.resolve_name(f"{_ROPE}.{file}"), owner, object))
         original = methods.get(name)
         names = tuple(inspect.signature(original).parameters) if original else None
         if names == method.parameters:
