@@ -46,19 +46,26 @@ def style_of(tables: Sequence[Tensor]) -> str:
 
 
 def half_width(
-    style: str, tables: Sequence[Tensor], axis: int | None = None, ndim: int | None = None
+    tables: Sequence[Tensor],
+    style: str,
+    axis: int | None = None,
+    ndim: int | None = None,
+    prefix: int = 0,
 ) -> Halves:
     """Return (cos, sin) as `rotary.rotate` takes them, half width and float32; None if impossible.
 
-    Arguments as of `half_views`.
+    prefix  rows of angle 0 in front; the other arguments as of `half_views`
 
-    >>> half_width("repeat", [torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2)[0]
+    >>> half_width([torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2, "repeat")[0]
     tensor([1., 2.])
     """
     halves = half_views(style, tables, axis, ndim)
     if halves is None:
         return None
     cos, sin = (half.float().contiguous() for half in halves)
+    if prefix > 0:
+        cos = nn.functional.pad(cos, (0, 0, prefix, 0), value=1.0)
+        sin = nn.functional.pad(sin, (0, 0, prefix, 0))
     return cos, sin
 
 
@@ -128,8 +135,8 @@ def prepared(
         or last.requires_grad
         or is_capturing(first)
     ):
-        return _after_prefix(tables, *key)
-    return _once(tables, _after_prefix, key)
+        return half_width(tables, *key)
+    return _once(tables, half_width, key)
 
 
 def agrees_twice(style: str, tables: Sequence[Tensor]) -> bool:
@@ -181,18 +188,6 @@ def _once(
 
 def _versions(first: Tensor, last: Tensor) -> tuple[object, ...]:
     return version_of(first), version_of(last), first.data_ptr(), last.data_ptr()
-
-
-def _after_prefix(
-    tables: Sequence[Tensor], style: str, axis: int | None, ndim: int, prefix: int
-) -> Halves:
-    """Return `half_width`, with `prefix` rows of angle 0 in front."""
-    halves = half_width(style, tables, axis, ndim)
-    if halves is None or prefix <= 0:
-        return halves
-    cos, sin = [nn.functional.pad(table, (0, 0, prefix, 0), value=start)
-                for table, start in zip(halves, (1.0, 0.0), strict=True)]  # fmt: skip
-    return cos, sin
 
 
 def full_width(style: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:

@@ -269,7 +269,7 @@ def _cos_sin(
     """Return cos and sin of a module, (seq, pairs), at positions (seq, axes)."""
     steps = steps.reshape(-1, source.axes)
     tables = _tried(module, _positions(source.kind, steps), layer_type)
-    halves = None if tables is None else half_width(source.style, tables)
+    halves = None if tables is None else half_width(tables, source.style)
     if halves is None or halves[0].shape[:-1].numel() != len(steps):
         raise ValueError("could not be tried")
     return halves[0].reshape(len(steps), -1), halves[1].reshape(len(steps), -1)
