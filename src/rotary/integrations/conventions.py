@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,25 +73,10 @@ class Convention(NamedTuple):
         layout += ", clockwise" if self.clockwise else ""
         return layout + (", as the config says" if self.by_config else "")
 
-
-class _Slices(NamedTuple):
-    """The fields of a `Convention` that say which channels are rotated, and how."""
-
-    layout: str
-    out_layout: str
-    start: str | None
-    clockwise: bool
-
-
-class _Keywords(TypedDict):
-    """The keywords of `rotary.rotate`."""
-
-    layout: str
-    out_layout: str
-    rotary_dim: int
-    start: int
-    seq_dim: int
-    conjugate: bool
+    @property
+    def slices(self) -> tuple[str, str, str | None, bool]:
+        """The fields that say which channels are rotated, and how, as `_keywords` takes them."""
+        return self.layout, self.out_layout, self.start, self.clockwise
 
 
 def of_tables(
@@ -133,7 +118,7 @@ def rotate_by(
     rotated: Sequence[Tensor | None] | None = None
     try:
         if not convention.has_prefix:
-            form = convention.style, axis, _slices(convention)
+            form = convention.style, axis, *convention.slices
             if norm is None:
                 rotated = by_views(xs, tables, _views, form)
             else:
@@ -156,7 +141,7 @@ def _by_copies(
 ) -> Sequence[Tensor | None] | None:
     """Rotate by float32 copies of the tables, of half width."""
     halves = prepared(convention.style, tables, axis, xs[0].shape, convention.has_prefix)
-    keywords = None if halves is None else _keywords(xs[0], halves[0], _slices(convention))
+    keywords = None if halves is None else _keywords(xs[0], halves[0], *convention.slices)
     if halves is None or keywords is None:
         return None
     if norm is None:
@@ -167,10 +152,6 @@ def _by_copies(
     spec = _spec(xs[0].shape[-1], keywords["rotary_dim"], keywords["start"], *layouts)
     q, k = (*xs, None)[:2]
     return fused(q, k, None, spec, tables=halves, norm=norm, seq_dim=keywords["seq_dim"])[:2]
-
-
-def _slices(convention: Convention) -> _Slices:
-    return _Slices(convention.layout, convention.out_layout, convention.start, convention.clockwise)
 
 
 def _operands(
@@ -208,33 +189,31 @@ def _operands(
 
 
 def _views(
-    xs: Sequence[Tensor],
-    tables: Sequence[Tensor],
-    style: str,
-    axis: int | None,
-    slices: _Slices,
+    xs: Sequence[Tensor], tables: Sequence[Tensor], style: str, axis: int | None, *slices: Any
 ) -> tuple[Tensor, Tensor, Options] | None:
     """Return cos and sin in the memory of `tables`, and the options to rotate by them."""
     if any([table.dtype in _DOUBLE for table in tables]):
         return None
     halves = half_views(style, tables, axis, xs[0].ndim)
-    keywords = None if halves is None else _keywords(xs[0], halves[0], slices)
+    keywords = None if halves is None else _keywords(xs[0], halves[0], *slices)
     return None if halves is None or keywords is None else (*halves, options_of(None, **keywords))
 
 
-def _keywords(x: Tensor, cos: Tensor, slices: _Slices) -> _Keywords | None:
+def _keywords(
+    x: Tensor, cos: Tensor, layout: str, out_layout: str, start: str | None, clockwise: bool
+) -> dict[str, Any] | None:
     """Return the keywords of `rotary.rotate`; None if the table may not be narrower than x."""
     rotary_dim = 2 * cos.shape[-1]
     rest = x.shape[-1] - rotary_dim
-    if rest and slices.start is None:
+    if rest and start is None:
         return None
     return {
-        "layout": slices.layout,
-        "out_layout": slices.out_layout,
+        "layout": layout,
+        "out_layout": out_layout,
         "rotary_dim": rotary_dim,
-        "start": rest if slices.start == "trailing" else 0,
+        "start": rest if start == "trailing" else 0,
         "seq_dim": -2 if cos.shape[-2] == x.shape[-2] else -3,
-        "conjugate": slices.clockwise,
+        "conjugate": clockwise,
     }
 
 
