@@ -64,11 +64,16 @@ class SinkCache(Cache):  # type: ignore[misc]
             kind = type(config).__qualname__
             raise TypeError(f"config must be the config of a model, model.config, got {kind}")
         text = config.get_text_config(decoder=True)
-        spec = _spec_of(text)
+        spec, seen = _spec_and_window(text)
         sinks, window = unwrapped(sinks), unwrapped(window)
         check_whole("sinks", sinks, 0)
         check_whole("window", window)
-        _check_window(text, sinks + window)
+        kept = sinks + window
+        if seen is not None and kept >= seen:
+            raise ValueError(
+                f"sinks + window must be less than {seen}, the sliding_window of this model, got "
+                f"{kept}: its mask hides keys that are farther away, first of all the sinks"
+            )
         layers = [SinkLayer(spec, sinks, window) for _ in range(text.num_hidden_layers)]
         super().__init__(layers=layers)
 
@@ -145,32 +150,23 @@ class SinkLayer(DynamicLayer):  # type: ignore[misc]
         raise NotImplementedError("a SinkCache cannot be cropped: dropped tokens are gone")
 
 
-def _spec_of(config: PretrainedConfig) -> Rotary:
+def _spec_and_window(config: PretrainedConfig) -> tuple[Rotary, int | None]:
+    """Return the RoPE of a model, and the window of its mask if all layers have one."""
     kinds = sorted({*(getattr(config, "layer_types", None) or ())})
     windowed = [kind for kind in kinds if kind != "full_attention"]
     if windowed:
         raise _refusal(f"has layers of {', '.join(windowed)}")
-    spec = from_hf_config(config, *kinds)
+    chosen, spec = choose(config, *kinds), from_hf_config(config, *kinds)
     rotated = getattr(config, "no_rope_layers", None) or ()  # 0 where a layer does not rotate
     if spec is None or not all(rotated):
         raise _refusal("has layers that do not rotate")
-    if "norm_after" in choose(config, *kinds).model:
+    if "norm_after" in chosen.model:
         raise _refusal("norms keys after their rotation, and each channel has its own weight")
     if spec.depends_on_length:
         raise _refusal(f"changes its frequencies with the length ({spec.schedule})")
     if spec.num_axes > 1:
         raise _refusal(f"has positions of {spec.num_axes} axes")
-    return spec
-
-
-def _check_window(config: PretrainedConfig, kept: int) -> None:
-    """Refuse to keep keys that the mask of a model with a sliding window in all layers hides."""
-    seen = choose(config, *{*(getattr(config, "layer_types", None) or ())}).window
-    if seen is not None and kept >= seen:
-        raise ValueError(
-            f"sinks + window must be less than {seen}, the sliding_window of this model, got "
-            f"{kept}: its mask hides keys that are farther away, first of all the sinks"
-        )
+    return spec, chosen.window
 
 
 def _refusal(reason: str) -> ValueError:
