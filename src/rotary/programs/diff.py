@@ -273,7 +273,7 @@ def _read_all(case: Case, part: str | None) -> dict[str, Reading]:
 
 
 def _read(program: Program, case: Case, is_text: bool) -> Reading:
-    rule, source = program.rules.get(case.rope_type, program.unknown)
+    _, source = program.rules.get(case.rope_type, program.unknown)
     reading = Reading(program.name, program.version, notes=program.notes, source=source)
     try:
         if not is_text and program is not TRANSFORMERS:

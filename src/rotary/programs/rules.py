@@ -192,7 +192,12 @@ def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bo
         is_long = decisive(case) > trained
         name = "long_mscale" if is_long else "short_mscale"
         mscale = case.rope.get(name) if reads_mscale else None
-        factor = context_attention_factor(case) if mscale is None else float(mscale)
+        if mscale is not None:
+            factor = float(mscale)
+        elif trained == 1:
+            raise NotComparedError("it would divide by the logarithm of a trained length of 1")
+        else:  # the factor is the ratio of the context to the trained length
+            factor = longrope_amplitude(required_length(case.config.context) / trained, trained)
         ignored = [key for key in ("factor", "attention_factor") if case.rope.get(key) is not None]
         advice = ""
         if is_long != (case.seq_len > trained):
@@ -209,14 +214,6 @@ def longrope(decisive: Callable[[Case], float], switch: str, *, reads_mscale: bo
         return result._replace(schedule=f"{result.schedule} at {case.seq_len} tokens")
 
     return rule
-
-
-def context_attention_factor(case: Case) -> float:
-    """Return LongRoPE's attention factor for the ratio of the context to the trained length."""
-    trained = required_length(case.trained)
-    if trained == 1:
-        raise NotComparedError("it would divide by the logarithm of a trained length of 1")
-    return longrope_amplitude(required_length(case.config.context) / trained, trained)
 
 
 def legacy_mrope(case: Case) -> Result:
