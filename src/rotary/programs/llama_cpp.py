@@ -55,12 +55,18 @@ def plain(case: Case) -> Result:
     return result._replace(inv_freq=inv_freq, advice=advice)
 
 
+def unscaled(case: Case) -> Result:
+    """Do not scale a type that is not known."""
+    advice = f"llama.cpp does not scale rope_type {case.rope_type} at all"
+    return rules.plain(case)._replace(notes=("the type is dropped",), advice=advice)
+
+
 def dynamic(case: Case) -> Result:
     """Do not scale, except by Hunyuan's alpha, which the converter turns into a base."""
     alpha = case.rope.get("alpha")
     if alpha and case.config.model_type.startswith("hunyuan"):
         return rules.grown(case, alpha)
-    return rules.unscaled("llama.cpp")(case)
+    return unscaled(case)
 
 
 def yarn(case: Case) -> Result:
@@ -115,7 +121,7 @@ LLAMA_CPP = Program(
             rules.proportional_unscaled, "conversion/gemma.py, generate_extra_tensors",
         ),
     },
-    (rules.unscaled("llama.cpp"), _BASE),
+    (unscaled, _BASE),
     opens,
     ("read from the GGUF file that convert_hf_to_gguf.py writes",),
 )  # fmt: skip

@@ -65,17 +65,6 @@ def plain_on_one_axis(case: Case) -> Result:
     return plain(case)._replace(notes=notes if "mrope_section" in case.rope else ())
 
 
-def unscaled(who: str) -> Rule:
-    """Return the rule of a program that ignores a type that it does not know."""
-
-    def rule(case: Case) -> Result:
-        result = plain(case)
-        advice = f"{who} does not scale rope_type {case.rope_type} at all"
-        return result._replace(notes=(*result.notes, "the type is dropped"), advice=advice)
-
-    return rule
-
-
 def refuse(error: str) -> Rule:
     """Return the rule of a program that raises for a type that it does not know."""
 
