@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +58,10 @@ def maker_of(module: nn.Module) -> Maker | None:
     return None
 
 
-def tables_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Return the tables that a module makes of a small image; ValueError if it makes none."""
+def tables_of(module: nn.Module) -> tuple[Tensor, ...] | None:
+    """Return the tables that a module makes of a small image; None if it is not of a known kind."""
     maker = maker_of(module)
-    match = None if maker is None else next(_tried(module, maker), None)
-    if match is None:
-        raise ValueError("could not be tried")
-    return match[1]
+    return None if maker is None else next(_tried(module, maker))[1]
 
 
 def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
@@ -166,47 +163,38 @@ def _ids(module: nn.Module) -> Iterator[Tensor]:
         yield torch.randint(1, 40, (24, axes), generator=random)
 
 
-def _videos(module: nn.Module) -> Iterator[Tensor]:
+def _pixels(module: nn.Module) -> Iterator[Tensor]:
     """Wan and HunyuanVideo: (batch, channels, frames, height, width); images: no frames."""
     patch = _patch(module)
     sizes = _SIZES[-len(patch) :]
     yield torch.zeros(1, 1, *[n * size for n, size in zip(sizes, patch, strict=True)])
 
 
-def _video_positions(module: nn.Module, x: Tensor) -> Tensor:
-    sizes = [n // size for n, size in zip(x.shape[2:], _patch(module), strict=True)]
-    return grid(*sizes, like=x)
-
-
-def _patch(module: nn.Module) -> list[int]:
-    """Return the frames, rows and columns of a patch; rows and columns of an image."""
-    size = getattr(module, "patch_size")  # noqa: B009  # a Tensor or Module, for mypy
-    if isinstance(size, Sequence):
-        return list(size)
-    frames = getattr(module, "patch_size_t", None)  # none in CogView 4 and GLM-Image
-    return [int(each) for each in (frames, size, size) if each is not None]
-
-
-def _images(module: nn.Module) -> Iterator[Tensor]:
-    """DINOv3: (batch, channels, height, width), in patches."""
-    rows, columns = _image_patch(module)
-    yield torch.zeros(1, 3, 2 * rows, 3 * columns)
+def _corners(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the frame, row and column of each patch, counted from 0."""
+    return grid(*_counts(module, x), like=x)
 
 
 def _centers(module: nn.Module, x: Tensor) -> Tensor:
     """Return the center of each patch, in [-1, 1], times 2 pi."""
-    sizes = [n // size for n, size in zip(x.shape[2:], _image_patch(module), strict=True)]
-    spacing = [4 * math.pi / size for size in sizes]
-    return grid(*sizes, spacing=spacing, origin="center", like=x)
+    counts = _counts(module, x)
+    spacing = [4 * math.pi / count for count in counts]
+    return grid(*counts, spacing=spacing, origin="center", like=x)
 
 
-def _image_patch(module: nn.Module) -> tuple[int, int]:
-    size = getattr(getattr(module, "config", None), "patch_size", None)
+def _counts(module: nn.Module, x: Tensor) -> list[int]:
+    """Return how many patches x has along each axis."""
+    return [n // size for n, size in zip(x.shape[2:], _patch(module), strict=True)]
+
+
+def _patch(module: nn.Module) -> list[int]:
+    """Return the frames, rows and columns of a patch; rows and columns of an image."""
+    owner: Any = getattr(module, "config", module)  # DINOv3 has its sizes there
+    size = owner.patch_size
     if isinstance(size, Sequence):
-        return size[0], size[1]
-    if not isinstance(size, int):
-        raise ValueError("its config has no patch_size")
-    return size, size
+        return list(size)
+    frames = getattr(owner, "patch_size_t", None)  # none in CogView 4, GLM-Image and DINOv3
+    return [int(each) for each in (frames, size, size) if each is not None]
 
 
 def _shapes(module: nn.Module) -> Iterator[list[int]]:
@@ -217,6 +205,6 @@ def _shapes(module: nn.Module) -> Iterator[list[int]]:
 _MAKERS = (
     Maker("get_embed", "shape", _shapes),
     Maker("forward", "ids", _ids, lambda module, ids: ids.double()),
-    Maker("forward", "hidden_states", _videos, _video_positions),
-    Maker("forward", "pixel_values", _images, _centers, augments=True),
+    Maker("forward", "hidden_states", _pixels, _corners),
+    Maker("forward", "pixel_values", _pixels, _centers, augments=True),
 )

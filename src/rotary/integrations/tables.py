@@ -142,9 +142,9 @@ def source_of(module: nn.Module, layer_type: str | None) -> Source:
 
 def styles_of(module: nn.Module) -> set[str]:
     """Return the styles of a rotary embedding's tables; none if no trial call succeeds."""
+    if (of_image := tables_of(module)) is not None:
+        return {style_of(of_image)}
     try:
-        if maker_of(module) is not None:
-            return {style_of(tables_of(module))}
         return {source_of(module, kind).style for kind in layer_types(module)}
     except ValueError:
         return set()
