@@ -36,7 +36,6 @@ from .styles import REFUSALS
 CALLED = "_rotary_norm"  # the global name of `norm_or_defer` in the file of a model
 # in q or k, such as 16 tokens of 16 heads: from there on one pass saves time on a CPU
 MIN_NUMBERS = 32_768
-_MOVES = {"transpose", "view", "reshape"}  # methods that may be called between norm and rotation
 
 
 # --- what a norm computes ---
@@ -293,58 +292,35 @@ def _site(before: Sequence[ast.stmt], name: str) -> ast.Assign | ast.Attribute |
     `before` are the statements up to there. The result may also have been split into heads, and its
     axes 1 and 2 exchanged. None if anything else reads or changes the variable.
     """
-    moves: list[ast.Call] = []
+    moves: list[str] = []  # the last one first
     for statement in reversed(before):
         if not _mentions(statement, name):
             continue
-        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            return None
-        site: ast.Assign | ast.Attribute = statement
-        target, value = statement.targets[0], statement.value
-        if not isinstance(target, ast.Name) or target.id != name:
-            return None
-        while (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Attribute)
-            and value.func.attr in _MOVES
-            and not _is_of_self(value.func)
-        ):
-            moves.append(value)
-            site = value.func
-            value = site.value
-        if isinstance(value, ast.Call) and _is_of_self(value.func):
-            is_alone = len(value.args) == 1 and not value.keywords
-            return site if is_alone and _keeps_heads(moves, name) else None
-        if not isinstance(value, ast.Name) or value.id != name:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=target)]) if target == name:
+                site: ast.Assign | ast.Attribute = statement
+            case _:
+                return None
+        while not isinstance(site.value, ast.Name):
+            match site.value:
+                case ast.Call(ast.Attribute(value=ast.Name(id="self")), args=[_], keywords=[]):
+                    return site if moves in ([], ["swap"], ["swap", "split"]) else None
+                case ast.Call(
+                    ast.Attribute(attr="transpose") as site,
+                    args=[ast.Constant(value=1), ast.Constant(value=2)],
+                    keywords=[],
+                ):
+                    moves.append("swap")
+                case ast.Call(ast.Attribute(attr="view" | "reshape") as site, args, keywords=[]):
+                    if any(_mentions(each, name) for each in args):
+                        return None
+                    moves.append("split")
+                case _:
+                    return None
+        if site.value.id != name:
             return None
     return None
 
 
-def _mentions(statement: ast.stmt, name: str) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement))
-
-
-def _is_of_self(function: ast.expr) -> bool:
-    """Return whether this is `self.name`."""
-    return (
-        isinstance(function, ast.Attribute)
-        and isinstance(function.value, ast.Name)
-        and function.value.id == "self"
-    )
-
-
-def _keeps_heads(moves: list[ast.Call], name: str) -> bool:
-    """Return whether the normalized axis is still the last one, or was split into heads on axis 1.
-
-    `moves` are the calls after the norm, the last one first.
-    """
-    names = [move.func.attr for move in moves]  # type: ignore[attr-defined]
-    swaps = [move for move in moves if move.func.attr == "transpose"]  # type: ignore[attr-defined]
-    is_known = names in ([], ["transpose"], ["transpose", "view"], ["transpose", "reshape"])
-    is_read = any(_mentions(ast.Expr(a), name) for move in moves for a in move.args)
-    return (
-        is_known
-        and not is_read
-        and all([[ast.unparse(a) for a in swap.args] == ["1", "2"] for swap in swaps])
-        and not any([move.keywords for move in moves])
-    )
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
