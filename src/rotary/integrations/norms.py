@@ -202,18 +202,15 @@ def move_norms(method: FunctionType, operands: tuple[tuple[str, int], ...]) -> M
     counts, norms = dict(operands), list[str]()
     for block in _blocks(function):
         for index, statement in enumerate(block):
-            if not isinstance(statement, ast.Assign):
-                continue
-            call = statement.value
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-                continue
-            xs = call.args[: counts.get(call.func.id, 0)]
-            stored = [node.id for target in statement.targets for node in ast.walk(target)
-                      if isinstance(node, ast.Name)]  # fmt: skip
-            sites = [_site(block[:index], x.id) for x in xs
-                     if isinstance(x, ast.Name) and x.id in stored]  # fmt: skip
+            match statement:
+                case ast.Assign(value=ast.Call(func=ast.Name(id=rotation)) as call):
+                    count, stored = counts.get(rotation, 0), ast.Tuple(statement.targets)
+                case _:
+                    continue
+            sites = [_site(block[:index], x.id) for x in call.args[:count]
+                     if isinstance(x, ast.Name) and _mentions(stored, x.id)]  # fmt: skip
             found = [site for site in sites if site is not None]
-            if not found or len(found) != counts[call.func.id]:
+            if not found or len(found) != count:
                 continue
             left: list[ast.expr] = []
             for site in found:
