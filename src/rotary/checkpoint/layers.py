@@ -72,14 +72,14 @@ def layer_type(name: Name, layers: Layers, first: Config) -> str | None:
 
 def why_not(name: Name, spec: Rotary | None, projections: Mapping[str, JSON], first: Config) -> str:
     """Return why a projection with a known name has no rotated heads; "" if it has."""
-    data, layer = first.data, name.layer
-    weights = first.model.get("weights", {})
-    if spec is None or not first.rotates_layer(layer):
+    if spec is None or not first.rotates_layer(name.layer):
         return "of a layer that does not rotate"
-    if data.get("kv_lora_rank") is not None and name.kind.endswith("norm"):
+    if first.data.get("kv_lora_rank") is None:
+        return ""
+    if name.kind.endswith("norm"):
         return "a latent has no channels of heads"
-    module = weights.get("latent_module")
-    if data.get("kv_lora_rank") is not None and module and name.kind in ("query", "key"):
+    module = first.model.get("weights", {}).get("latent_module")
+    if module and name.kind in ("query", "key"):
         siblings = name.group.removesuffix("q_proj").removesuffix("k_proj")
         if f"{siblings}{module}" not in projections:
             return "linear attention does not rotate"

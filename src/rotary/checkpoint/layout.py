@@ -114,7 +114,10 @@ def layout_of(config: object) -> str:
     >>> layout_of({"model_type": "gptj"})
     'interleaved'
     """
-    return _layout(*_text_part(load(config)))
+    text, name = _text_part(load(config))
+    if name and name not in MODELS:
+        raise ValueError(f"model_type {name!r} is not known")
+    return layout_of_weights(text, MODELS.get(name, {}))
 
 
 def marked_layout(config: object) -> str | None:
@@ -143,7 +146,7 @@ def unread_layout(config: object) -> Unread | None:
     if not weights:
         return None
     text, name = _text_part(data)
-    code = _layout(_without_mark(text), name)
+    code = layout_of({**_without_mark(text), "model_type": name})
     return Unread(name, weights, code) if name and code != weights else None
 
 
@@ -213,13 +216,6 @@ def _text_part(data: Mapping[str, JSON], name: str = "") -> tuple[Mapping[str, J
 
 def _without_mark(data: Mapping[str, JSON]) -> dict[str, JSON]:
     return {key: value for key, value in data.items() if key != LAYOUT_MARK}
-
-
-def _layout(text: Mapping[str, JSON], name: str) -> str:
-    """Return the layout that the keys of a text model state, or else that of the model."""
-    if name and name not in MODELS:
-        raise ValueError(f"model_type {name!r} is not known")
-    return layout_of_weights(text, MODELS.get(name, {}))
 
 
 # --- what norms show ---

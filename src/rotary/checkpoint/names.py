@@ -8,12 +8,11 @@ message. If it is neither, the caller passes it in `leave`.
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ..configs import MODELS
-from ..strict_json import JSON
 
 # how a parameter moves with the rows of its weight, and the names of such parameters
 PARAMETERS = {
@@ -174,14 +173,10 @@ def rule_of(module: str, model: str) -> str:
     'query and key, per head'
     """
     inner = re.fullmatch(rf"{_SELF}\.(.+)", module)
-    if inner and (kind := _weights_of(model).get("modules", {}).get(inner[1])):
+    weights = MODELS.get(model, {}).get("weights", {})
+    if inner and (kind := weights.get("modules", {}).get(inner[1])):
         return str(kind)
     return next((kind for kind, modules in RULES if re.fullmatch(modules, module)), "")
-
-
-def _weights_of(model: str) -> Mapping[str, JSON]:
-    """Return what models.json says of the weights of a model type; keys: tools/make_models.py."""
-    return MODELS.get(model, {}).get("weights", {})
 
 
 def code_base(tensors: Iterable[str]) -> tuple[str, tuple[str, ...]] | None:
@@ -224,7 +219,7 @@ its name is not known; if it is neither, copy it unchanged with --leave (leave=[
     if isinstance(leave, str):
         raise TypeError(f"leave must be a list of names, got a string: pass leave=[{leave!r}]")
     tensors = list(tensors)
-    if refused := _weights_of(model).get("refused"):
+    if refused := MODELS.get(model, {}).get("weights", {}).get("refused"):
         raise ValueError(f"{model!r} cannot be converted: {refused}")
     asked: dict[str, Name] = {}
     for pattern in leave:
