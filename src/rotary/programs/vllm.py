@@ -50,10 +50,8 @@ def dynamic(case: Case) -> Result:
 def yarn(case: Case) -> Result:
     """Compute YaRN; with mrope_section, the ramp assumes 4 times the trained length."""
     factor, trained = rules.need(case, "factor"), rules.required_length(case.trained)
-    attention_factor, truncate = (
-        rules.attention_factor_of(case, factor),
-        case.rope.get("truncate", True),
-    )
+    attention_factor = rules.attention_factor_of(case, factor)
+    truncate = case.rope.get("truncate", True)
     if "mrope_section" not in case.rope or case.config.model_type in RAMP_AS_TRAINED:
         return rules.yarn(case, attention_factor, truncate=truncate)
     advice = "vLLM takes the YaRN ramp of mrope_section from 4 times the trained length"
