@@ -25,8 +25,6 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DOUBLE = (torch.float64, torch.complex128)
-# tables of each style
-_COUNTS = {"complex": 1, "matrix": 1, "half": 2, "first": 2, "halves": 2, "repeat": 2}
 
 
 class Convention(NamedTuple):
@@ -175,7 +173,7 @@ def _operands(
     if convention.holder == "tuple" and isinstance(tables[0], (tuple, list)):
         tables = tuple(tables[0])
     if (
-        len(tables) != (1 if convention.holder == "joined" else _COUNTS[convention.style])
+        (convention.holder == "tuple" and len(tables) != 2)
         or not (isinstance(tables[0], Tensor) and isinstance(tables[-1], Tensor))
         or xs[0].ndim < 2
         or xs[0].dtype not in _DTYPES

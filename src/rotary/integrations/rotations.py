@@ -18,7 +18,7 @@ from torch import Tensor
 from ..fused import Norm
 from .conventions import CHOICES, Convention, rotate_by
 from .norms import Deferred, deferred_norm
-from .styles import REFUSALS, as_argument, full_width
+from .styles import REFUSALS, full_width
 
 TOLERANCE = 4e-6  # a few float32 roundings of values below 8
 _LAYOUTS = ("half", "interleaved")
@@ -241,9 +241,12 @@ def _random(convention: Convention, trial: _Trial, rotary_dim: int) -> dict[str,
     more = dict(convention.chosen)
     if trial.unsqueeze_dim is not None:
         more["unsqueeze_dim"] = trial.unsqueeze_dim
-    if convention.holder != "each":
-        return {**xs, convention.tables[0]: as_argument(convention.holder, tables), **more}
-    return {**xs, **dict(zip(convention.tables, tables, strict=True)), **more}
+    held: Sequence[object] = tables
+    if convention.holder == "tuple":
+        held = (tables,)
+    elif convention.holder == "joined":
+        held = (torch.cat(tables[::-1], dim=-1),)
+    return {**xs, **dict(zip(convention.tables, held, strict=True)), **more}
 
 
 def _completed(

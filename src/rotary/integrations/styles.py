@@ -205,12 +205,3 @@ def full_width(style: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     if style == "repeat":
         return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
     return cos, sin
-
-
-def as_argument(holder: str, tables: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """Return cos and sin as one argument: a "tuple", or one tensor with sin and cos "joined".
-
-    >>> as_argument("joined", torch.tensor([[1.0], [0.0]]).unbind())
-    tensor([0., 1.])
-    """
-    return tuple(tables) if holder == "tuple" else torch.cat((tables[1], tables[0]), dim=-1)
