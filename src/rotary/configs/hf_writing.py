@@ -214,17 +214,13 @@ def replace_rope(
     document = copy.deepcopy(dict(load(config)))
     entry = choose(document, layer_type, part)
     inner = _part_of(document, part)
-    names = {name: entry.model.get("names", {}).get(name, name)
-             for name in ("max_position_embeddings", "rope_theta")}  # fmt: skip
+    names = entry.model.get("names", {})
     spec = as_model_reads(entry, spec, context)
     keys = model_keys(entry, spec, context)
-    rope = keys["rope_parameters"]
-    if "head_dim" in keys:
-        inner["head_dim"] = keys["head_dim"]
-    if "max_position_embeddings" in keys:
-        inner[names["max_position_embeddings"]] = keys["max_position_embeddings"]
+    rope = keys.pop("rope_parameters")
+    inner |= {names.get(key, key): value for key, value in keys.items()}
     if not isinstance(inner.get("rope_parameters"), dict):
-        inner[names["rope_theta"]] = rope.pop("rope_theta")
+        inner[names.get("rope_theta", "rope_theta")] = rope.pop("rope_theta")
         rope.pop("partial_rotary_factor", None)
         if rope != {"rope_type": "default"}:
             inner["rope_scaling"] = _as_spelled(
