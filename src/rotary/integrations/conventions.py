@@ -192,7 +192,7 @@ def _views(
     """Return cos and sin in the memory of `tables`, and the options to rotate by them."""
     if any([table.dtype in _DOUBLE for table in tables]):
         return None
-    halves = half_views(style, tables, axis, xs[0].ndim)
+    halves = half_views(tables, style, axis, xs[0].ndim)
     keywords = None if halves is None else _keywords(xs[0], halves[0], *slices)
     return None if halves is None or keywords is None else (*halves, options_of(None, **keywords))
 

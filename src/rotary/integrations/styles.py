@@ -59,7 +59,7 @@ def half_width(
     >>> half_width([torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2, "repeat")[0]
     tensor([1., 2.])
     """
-    halves = half_views(style, tables, axis, ndim)
+    halves = half_views(tables, style, axis, ndim)
     if halves is None:
         return None
     cos, sin = (half.float().contiguous() for half in halves)
@@ -69,13 +69,13 @@ def half_width(
     return cos, sin
 
 
-def half_views(style: str, tables: Sequence[Tensor], axis: int | None, ndim: int | None) -> Halves:
+def half_views(tables: Sequence[Tensor], style: str, axis: int | None, ndim: int | None) -> Halves:
     """Return the columns of cos and sin for each pair, in the memory of the tables, or None.
 
     axis  where to insert an axis of size one
     ndim  number of axes of the result; missing axes are added in front
 
-    >>> half_views("repeat", [torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2, None, 2)[0]
+    >>> half_views([torch.tensor([1.0, 1.0, 2.0, 2.0])] * 2, "repeat", None, 2)[0]
     tensor([[1., 2.]])
     """
     if tables[0].is_complex() != (style == "complex"):
@@ -158,7 +158,7 @@ def agrees_twice(style: str, tables: Sequence[Tensor]) -> bool:
 
 
 def _agrees_twice(tables: Sequence[Tensor], style: str) -> bool:
-    halves = half_views(style, tables, None, None)
+    halves = half_views(tables, style, None, None)
     if halves is None:
         return False
     if style != "matrix" and len(tables) == 1:
