@@ -7,6 +7,7 @@ import ast
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,18 +109,10 @@ def _names(node: ast.AST) -> set[str]:
 
 def _ordered(files: set[str]) -> list[str]:
     """Sort files so that each comes after those that it imports."""
-    order: list[str] = []
-
-    def visit(file: str) -> None:
-        for other, _ in read(file).ours.values():
-            if other in files:
-                visit(other)
-        if file not in order:
-            order.append(file)
-
+    order = TopologicalSorter[str]()
     for file in sorted(files):
-        visit(file)
-    return order
+        order.add(file, *sorted({other for other, _ in read(file).ours.values()} & files))
+    return list(order.static_order())
 
 
 def _span(node: ast.stmt, lines: list[str]) -> tuple[int, int]:
