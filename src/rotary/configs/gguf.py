@@ -264,35 +264,34 @@ def _parameters(name: str, keys: Mapping[str, JSON], layer_type: str | None) -> 
     """Return the parameters that llama.cpp's loader and context derive from the keys."""
     model = ARCHITECTURES[name]
     reads = model.get("reads", ())
-    kind = keys.get("rope.scaling.type", "linear")  # a factor without a type is linear
+    prefix = "rope.scaling."
+    scaling = {k.removeprefix(prefix): v for k, v in keys.items() if k.startswith(prefix)}
+    kind = scaling.get("type", "linear")  # a factor without a type is linear
     if kind not in _TYPES:
         raise ValueError(f"rope.scaling.type {kind!r} is not known{nearest(kind, _TYPES)}")
     base = keys.get("rope.freq_base", 10_000.0)
-    factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0.0)) or 1.0
+    factor = scaling.get("factor", keys.get("rope.scale_linear", 0.0)) or 1.0
     if kind == "none":
         factor = 1.0
-    if "alpha" in reads and keys.get("rope.scaling.alpha", 0.0) > 0:
-        width = _head_dim(name, keys, "")
-        base = grown_base(width, base, keys["rope.scaling.alpha"])
+    if "alpha" in reads and scaling.get("alpha", 0.0) > 0:
+        base = grown_base(_head_dim(name, keys, ""), base, scaling["alpha"])
     is_yarn = kind == "yarn"
-    if "yarn_ext_factor" in reads and keys.get("rope.scaling.yarn_ext_factor", -1.0) >= 0:
-        is_yarn = bool(keys["rope.scaling.yarn_ext_factor"])
-        if keys["rope.scaling.yarn_ext_factor"] not in (0.0, 1.0):
-            raise ValueError(
-                "rope.scaling.yarn_ext_factor must be 0 or 1, got "
-                f"{keys['rope.scaling.yarn_ext_factor']}"
-            )
-    unscaled = attention_factor = keys.get("rope.scaling.attn_factor", 1.0)
+    if "yarn_ext_factor" in reads and scaling.get("yarn_ext_factor", -1.0) >= 0:
+        share = scaling["yarn_ext_factor"]
+        if share not in (0.0, 1.0):
+            raise ValueError(f"rope.scaling.yarn_ext_factor must be 0 or 1, got {share}")
+        is_yarn = bool(share)
+    unscaled = attention_factor = scaling.get("attn_factor", 1.0)
     if is_yarn:
         all_dim = 0.0
         if "log_multiplier" in model:
-            all_dim = keys.get("rope.scaling.yarn_log_multiplier", 0.0) / model["log_multiplier"]
+            all_dim = scaling.get("yarn_log_multiplier", 0.0) / model["log_multiplier"]
         mscale = all_dim if all_dim and model.get("equal_mscales") else 1.0
         attention_factor *= yarn_amplitude(factor, mscale, all_dim)
     elif "yarn_attn_factor" in reads:
-        attention_factor *= keys.get("rope.scaling.yarn_attn_factor", 1.0)
+        attention_factor *= scaling.get("yarn_attn_factor", 1.0)
     betas = tuple(
-        keys.get(f"rope.scaling.{name}", default) if name in reads else default
+        scaling.get(name, default) if name in reads else default
         for name, default in zip(("yarn_beta_fast", "yarn_beta_slow"), BETAS, strict=True)
     )
     ggml = _GgmlParameters(base, factor, is_yarn, attention_factor, betas)

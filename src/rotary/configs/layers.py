@@ -41,11 +41,7 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     by_layer = _by_layer(rope, data, model)
     if by_layer is not None:
         return by_layer
-    own: Entries = {
-        kind: value
-        and {key: value[key] for key in value if not key.endswith("head_dim")}  # see `Config.get`
-        for kind, value in model.get("layers", {}).items()
-    }
+    own = _without(model.get("layers", {}), "head_dim")  # see `Config.get`
     labels = {*own, *listed_layer_types(data)}
     has_entries = any(isinstance(value, Mapping) for value in rope.values())
     if labels & rope.keys() or (has_entries and all(map(_is_entry, rope.values()))):
@@ -200,7 +196,7 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
                 f"rope_parameters of {empty[0]!r} is null, and transformers then uses "
                 f"{own.get(empty[0])}; write the values"
             )
-        return {**_without_base(own), **nested}
+        return {**_without(own, "rope_theta"), **nested}
     if missing := [kind for kind in own if kind not in nested]:
         raise ValueError(
             f"rope_parameters has no entry for {missing[0]!r}; model_type {name!r} needs one for "
@@ -239,13 +235,13 @@ def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -
     scaled_layers = scaled_layers if written else ()
     return {
         kind: scaling if value and kind in scaled_layers else value
-        for kind, value in _without_base(own).items()
+        for kind, value in _without(own, "rope_theta").items()
     }
 
 
-def _without_base(own: Entries) -> Entries:
-    """Return the class's entries without their bases, which keys beside them may replace."""
+def _without(own: Entries, ending: str) -> Entries:
+    """Return the class's entries without some keys, which keys beside the entries may replace."""
     return {
-        kind: value and {key: value[key] for key in value if key != "rope_theta"}
+        kind: value and {key: value[key] for key in value if not key.endswith(ending)}
         for kind, value in own.items()
     }
