@@ -64,14 +64,13 @@ def tables_of(module: nn.Module) -> tuple[Tensor, ...] | None:
     return None if maker is None else next(_tried(module, maker))[1]
 
 
-def exact_tables(module: nn.Module, model: nn.Module) -> Callable[..., object]:
+def exact_tables(module: nn.Module, maker: Maker, model: nn.Module) -> Callable[..., object]:
     """Return a forward for `module`, a part of `model`, with float32 tables from exact angles.
 
     In training, DINOv3 moves the positions at random; the module's own forward is called then.
     Raises ValueError if the config has no frequencies, or other ones than the module.
     """
-    maker = maker_of(module)
-    if maker is None or maker.positions is None:
+    if maker.positions is None:
         raise ValueError("it does not say which positions its tables are of")
     positions_of, augments = maker.positions, maker.augments
     if others := list(inspect.signature(type(module).forward).parameters)[2:]:

@@ -181,8 +181,8 @@ def exact_forward(module: nn.Module, model: nn.Module) -> Callable[..., object]:
     """
     if any(True for _ in module.parameters()):
         raise ValueError("its frequencies are learned")
-    if maker_of(module) is not None:
-        return exact_tables(module, model)
+    if (maker := maker_of(module)) is not None:
+        return exact_tables(module, maker, model)
     exact = {}
     for kind in layer_types(module):
         source = source_of(module, kind)
