@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ..strict_json import JSON
 from ..words import brief, nearest
@@ -113,7 +112,7 @@ class NoRopeError(UnknownModelError):
 
 
 def choose(
-    config: Any,
+    config: object,
     layer_type: str | None = None,
     part: str | None = None,
     as_type: str | None = None,

@@ -32,7 +32,7 @@ import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..angles import inv_freq
 from ..schedules import grown_base, yarn_amplitude
@@ -163,7 +163,7 @@ def _opened(
     """Return (architecture, its keys without that prefix, RoPE tensors); refuse unknown keys."""
     if not isinstance(source, Mapping):
         source = read_gguf(source)
-    name: Any = source.get("general.architecture")
+    name: JSON = source.get("general.architecture")
     model = model_of(name)
     prefix = f"{name}."
     keys = {k.removeprefix(prefix): v for k, v in source.items() if k.startswith(prefix)}

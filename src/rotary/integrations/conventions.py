@@ -25,6 +25,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DOUBLE = (torch.float64, torch.complex128)
+Slices = tuple[str, str, str | None, bool]  # layout, out_layout, start, clockwise of a `Convention`
 
 
 class Convention(NamedTuple):
@@ -72,8 +73,8 @@ class Convention(NamedTuple):
         return layout + (", as the config says" if self.by_config else "")
 
     @property
-    def slices(self) -> tuple[str, str, str | None, bool]:
-        """The fields that say which channels are rotated, and how, as `_keywords` takes them."""
+    def slices(self) -> Slices:
+        """The fields that say which channels are rotated, and how."""
         return self.layout, self.out_layout, self.start, self.clockwise
 
 
@@ -116,7 +117,7 @@ def rotate_by(
     rotated: Sequence[Tensor | None] | None = None
     try:
         if not convention.has_prefix:
-            form = convention.style, axis, *convention.slices
+            form = convention.style, axis, convention.slices
             if norm is None:
                 rotated = by_views(xs, tables, _views, form)
             else:
@@ -139,7 +140,7 @@ def _by_copies(
 ) -> Sequence[Tensor | None] | None:
     """Rotate by float32 copies of the tables, of half width."""
     halves = prepared(convention.style, tables, axis, xs[0].shape, convention.has_prefix)
-    keywords = None if halves is None else _keywords(xs[0], halves[0], *convention.slices)
+    keywords = None if halves is None else _keywords(xs[0], halves[0], convention.slices)
     if halves is None or keywords is None:
         return None
     if norm is None:
@@ -187,20 +188,19 @@ def _operands(
 
 
 def _views(
-    xs: Sequence[Tensor], tables: Sequence[Tensor], style: str, axis: int | None, *slices: Any
+    xs: Sequence[Tensor], tables: Sequence[Tensor], style: str, axis: int | None, slices: Slices
 ) -> tuple[Tensor, Tensor, Options] | None:
     """Return cos and sin in the memory of `tables`, and the options to rotate by them."""
     if any([table.dtype in _DOUBLE for table in tables]):
         return None
     halves = half_views(tables, style, axis, xs[0].ndim)
-    keywords = None if halves is None else _keywords(xs[0], halves[0], *slices)
+    keywords = None if halves is None else _keywords(xs[0], halves[0], slices)
     return None if halves is None or keywords is None else (*halves, options_of(None, **keywords))
 
 
-def _keywords(
-    x: Tensor, cos: Tensor, layout: str, out_layout: str, start: str | None, clockwise: bool
-) -> dict[str, Any] | None:
+def _keywords(x: Tensor, cos: Tensor, slices: Slices) -> dict[str, Any] | None:
     """Return the keywords of `rotary.rotate`; None if the table may not be narrower than x."""
+    layout, out_layout, start, clockwise = slices
     rotary_dim = 2 * cos.shape[-1]
     rest = x.shape[-1] - rotary_dim
     if rest and start is None:

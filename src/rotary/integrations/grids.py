@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -188,8 +188,8 @@ def _counts(module: nn.Module, x: Tensor) -> list[int]:
 
 def _patch(module: nn.Module) -> list[int]:
     """Return the frames, rows and columns of a patch; rows and columns of an image."""
-    owner: Any = getattr(module, "config", module)  # DINOv3 has its sizes there
-    size = owner.patch_size
+    owner = getattr(module, "config", module)  # DINOv3 has its sizes there
+    size = getattr(owner, "patch_size", None)
     if isinstance(size, Sequence):
         return list(size)
     frames = getattr(owner, "patch_size_t", None)  # none in CogView 4, GLM-Image and DINOv3
