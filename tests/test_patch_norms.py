@@ -1,5 +1,6 @@
 """`patch` on models that normalize q and k right before they rotate: both in one pass."""
 
+import ast
 import contextlib
 import copy
 import functools
@@ -473,3 +474,15 @@ def test_a_method_whose_source_has_changed_keeps_its_norms():
     exec("def forward(self, q, k):\n    return q", scope := {})
     with pytest.raises(ValueError, match="has no source that can be read"):
         norms.move_norms(scope["forward"], (("apply_rotary_pos_emb", 2),))
+
+
+@pytest.mark.parametrize(("calls", "is_moved"), [
+    ("view(shape).transpose(1, 2)", True),
+    ("transpose(2, 1)", False),
+    ("transpose(1, 2).transpose(1, 2)", False),
+    ("transpose(1, 2).view(shape)", False),
+    ("view(q.shape).transpose(1, 2)", False),
+])  # fmt: skip
+def test_a_norm_moves_past_known_calls_alone(calls, is_moved):
+    site = norms._site(ast.parse(f"q = self.q_norm(q).{calls}").body, "q")
+    assert (site is not None) == is_moved
