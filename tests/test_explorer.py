@@ -349,11 +349,11 @@ def test_hands_turn_by_inv_freq_and_the_score_of_equal_vectors_is_theirs(model):
     seen = look(Side(model=model), 2048)
     spec, found = seen.spec, views.hands(seen)
     speeds = spec.base ** (-np.arange(0, spec.rotary_dim, 2) / spec.rotary_dim)
-    np.testing.assert_allclose(found.figure.moving.inv_freq, spec.sign * speeds, rtol=1e-12)
-    assert found.figure.moving.constant == (spec.head_dim - spec.rotary_dim) // 2
+    np.testing.assert_allclose(found.figure.moving["inv_freq"], spec.sign * speeds, rtol=1e-12)
+    assert found.figure.moving["constant"] == (spec.head_dim - spec.rotary_dim) // 2
     sums = np.cos(found.columns["distance"][:, None] * speeds).sum(axis=1)
     np.testing.assert_allclose(
-        found.columns["score"], sums + found.figure.moving.constant, rtol=0, atol=1e-9
+        found.columns["score"], sums + found.figure.moving["constant"], rtol=0, atol=1e-9
     )
 
 

@@ -222,8 +222,8 @@ def test_the_score_follows_the_point_that_is_dragged(show, view, screen):
     if view == "layouts":
         score = found.columns["right"][distance]
     else:
-        speeds = np.array(found.figure.moving.inv_freq)
-        score = np.cos(distance * speeds).sum() + found.figure.moving.constant
+        speeds = np.array(found.figure.moving["inv_freq"])
+        score = np.cos(distance * speeds).sum() + found.figure.moving["constant"]
     assert seen[-1] == f"q · k = {score:.2f}"
     page.mouse.move(x + 80, y)
     assert label.text_content() == seen[-1]
@@ -241,9 +241,9 @@ def test_both_layouts_have_the_same_hands_and_a_mix_of_them_has_not(show):
     one, other, mixed = (end[:, 2:] - end[:, :2] for end in ends)
     np.testing.assert_allclose(one, other, atol=1e-6)
     assert np.abs(one - mixed).max() > 5
-    (interleaved, half, _) = views.two_layouts(look(Side(), 32768)).figure.moving.orders
-    k = np.array(half.k)[[0, 4]]
-    np.testing.assert_allclose(k, np.array(interleaved.k)[[0, 1]])
+    (interleaved, half, _) = views.two_layouts(look(Side(), 32768)).figure.moving["orders"]
+    k = np.array(half["k"])[[0, 4]]
+    np.testing.assert_allclose(k, np.array(interleaved["k"])[[0, 1]])
 
 
 def test_scaling_brings_hands_back_to_angles_that_training_showed(show):

@@ -25,19 +25,20 @@ LLAMA_3 = Side(model="llama-3-8b")
 
 def heads(order, speeds):
     """(spec, q, k) of one order of `two_layouts`, for `rotary.apply`."""
-    layout = "interleaved" if order.pairs[0] == (0, 1) else "half"
+    layout = "interleaved" if order["pairs"][0] == [0, 1] else "half"
     spec = rotary.Rotary(
         head_dim=2 * len(speeds), layout=layout, schedule="custom",
         params={"inv_freq": list(speeds)},
     )  # fmt: skip
-    return spec, *(np.array(x)[None, None, None] for x in (order.q, order.k))
+    return spec, *(np.array(x)[None, None, None] for x in (order["q"], order["k"]))
 
 
 def test_two_layouts_are_one_rotation_of_channels_in_another_order():
     found = views.two_layouts(look(LLAMA_3, 32768))
-    speeds, orders = found.figure.moving.inv_freq, found.figure.moving.orders
-    assert [order.name for order in orders] == ["interleaved", "half", "half, run as interleaved"]
-    assert [order.pairs[0] for order in orders] == [(0, 1), (0, 4), (0, 1)]
+    speeds, orders = found.figure.moving["inv_freq"], found.figure.moving["orders"]
+    names = [order["name"] for order in orders]
+    assert names == ["interleaved", "half", "half, run as interleaved"]
+    assert [order["pairs"][0] for order in orders] == [[0, 1], [0, 4], [0, 1]]
     own = 500_000.0 ** (-np.arange(64) / 64)
     assert [np.abs(own / speed - 1).min() < 1e-12 for speed in speeds] == [True] * 4
     for order in orders:
@@ -45,11 +46,11 @@ def test_two_layouts_are_one_rotation_of_channels_in_another_order():
         for distance, at in ((0, 3), (1, 0), (16, 7), (40, 20)):
             one = rotary.apply(spec, q, q, positions=[at + distance])[0]
             other = rotary.apply(spec, k, k, positions=[at])[0]
-            curve = found.columns[order.column]
+            curve = found.columns[order["column"]]
             assert curve[distance] == pytest.approx(float((one * other).sum()), abs=1e-5)
     right, wrong = found.columns["right"], found.columns["mixed_up"]
     assert right.argmax() == 16  # where q is made to fit k
-    assert right[16] == pytest.approx(np.square(orders[0].k).sum())
+    assert right[16] == pytest.approx(np.square(orders[0]["k"]).sum())
     assert wrong[16] < right[16] / 2
     assert f"{wrong[16]:.2f} there instead of {right[16]:.2f}" in found.words
 
@@ -63,18 +64,19 @@ def test_each_method_turns_each_pair_as_its_schedule_says():
     seen = look(LLAMA_3, 131_072)
     moving = views.methods(seen).figure.moving
     expected = extension.methods(seen.plain, 8192, 131_072)
-    names = [each.name for each in moving.methods]
+    names = [each["name"] for each in moving["methods"]]
     assert names == ["no scaling", "linear", "ntk", "yarn", "llama3", "longrope"]
-    for each in moving.methods:
-        spec = expected["none" if each.name == "no scaling" else each.name]
-        np.testing.assert_allclose(each.inv_freq, rotary.inv_freq(spec, 131_072)[0])
-    np.testing.assert_allclose(moving.seen, np.minimum(8192 * np.array(moving.before), 2 * np.pi))
-    np.testing.assert_allclose(np.array(moving.methods[1].inv_freq) * 16, moving.before)
+    for each in moving["methods"]:
+        spec = expected["none" if each["name"] == "no scaling" else each["name"]]
+        np.testing.assert_allclose(each["inv_freq"], rotary.inv_freq(spec, 131_072)[0])
+    before = np.array(moving["before"])
+    np.testing.assert_allclose(moving["seen"], np.minimum(8192 * before, 2 * np.pi))
+    np.testing.assert_allclose(np.array(moving["methods"][1]["inv_freq"]) * 16, before)
 
 
 def test_the_scaling_of_a_model_stands_beside_the_methods():
-    names = [each.name for each in views.methods(look(Side(model="llama-3.1-8b"), 131_072))
-             .figure.moving.methods]  # fmt: skip
+    names = [each["name"] for each in views.methods(look(Side(model="llama-3.1-8b"), 131_072))
+             .figure.moving["methods"]]  # fmt: skip
     assert names[-1] == "model: llama3"
     short = views.methods(look(LLAMA_3, 4096))
     assert short.words.endswith(
@@ -172,7 +174,7 @@ def test_views_agree_on_what_a_model_as_published_was_trained_with(name):
                 and f"{word} pairs never turn" in views.wavelengths(seen).words)  # fmt: skip
     assert f"{count} of " in views.coverage(seen).words
     assert f"{count} of " in views.reach(seen).words
-    less = np.array(views.methods(seen).figure.moving.seen) < 2 * np.pi
+    less = np.array(views.methods(seen).figure.moving["seen"]) < 2 * np.pi
     assert less.sum() == int(count)
 
 
@@ -252,11 +254,11 @@ def test_q_times_k_counts_the_attention_factor_of_a_method():
     seen = look(Side(model="llama-2-7b", method="yarn"), 131_072)
     found = views.hands(seen)
     factor = (0.1 * np.log(32) + 1) ** 2
-    assert found.figure.moving.factor == pytest.approx(factor)
+    assert found.figure.moving["factor"] == pytest.approx(factor)
     assert f"from {64 * factor:.4g} at 0" in found.words
     one = rotary.apply(seen.spec, np.ones((1, 1, 1, 128)), positions=[0], seq_len=131_072)
     assert float((one * one).sum()) / 2 == pytest.approx(64 * factor)
-    speeds = np.abs(found.figure.moving.inv_freq)
+    speeds = np.abs(found.figure.moving["inv_freq"])
     at = int(found.columns["distance"][-1])
     assert found.columns["score"][-1] == pytest.approx(factor * np.cos(at * speeds).sum())
 
@@ -286,7 +288,7 @@ def test_views_of_latent_attention_are_of_the_whole_head():
     seen = look(Side(model="deepseek-v3"), 131_072)  # 64 rotated channels after 128 others
     scores, sums = (views.hands(seen).columns["score"], views.similarity(seen).columns)
     assert scores.min() == pytest.approx(sums["similarity"].min())
-    assert views.hands(seen).figure.moving.constant == 64
+    assert views.hands(seen).figure.moving["constant"] == 64
     assert "32 pairs in 192 channels" in views.wavelengths(seen).words
     assert views.layout(seen).words.startswith("Channels 128 to 191 of 192 are rotated")
     two, rows = difference(LLAMA_3, Side(model="deepseek-v3"))

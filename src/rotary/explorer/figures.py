@@ -1,18 +1,17 @@
 """The data of a picture: curves, lines, a band, bars or rows of cells over two axes.
 
-`chart.js` draws it as an SVG in the browser; the script named by `kind` draws the moving parts. A
-curve names the columns that it draws. Colours are names of the style sheet, so that they follow the
-colour scheme.
+`chart.js` draws it as an SVG in the browser. A curve names the columns that it draws. Colours are
+names of the style sheet, so that they follow the colour scheme.
 """
 
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from ..kernels import Numbers
+from ..strict_json import JSON
 
 
 @dataclass(frozen=True)
@@ -84,75 +83,11 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Hands:
-    """Pairs that `hands.js` draws as dials, beside a curve of their score against distance.
-
-    inv_freq  radians per token of each pair, negative where it turns clockwise
-    factor    what the scores of the rotated channels are multiplied by
-    constant  what the channels that are not rotated add to the score;  last  the largest distance
-    """
-
-    inv_freq: tuple[float, ...]
-    factor: float
-    constant: float
-    last: int
-    kind: str = "hands"
-
-
-@dataclass(frozen=True)
-class Order:
-    """One order of the channels of a head: which channels are pairs, and q and k in this order.
-
-    column, colour  of the curve that `layouts.js` marks with the score of this order
-    """
-
-    name: str
-    pairs: tuple[tuple[int, int], ...]
-    q: tuple[float, ...]
-    k: tuple[float, ...]
-    column: str
-    colour: str
-
-
-@dataclass(frozen=True)
-class Orders:
-    """The same q and k in several orders of their channels, for `layouts.js` to turn.
-
-    inv_freq  radians per token of each pair;  last  the largest distance
-    """
-
-    inv_freq: tuple[float, ...]
-    orders: tuple[Order, ...]
-    last: int
-    kind: str = "layouts"
-
-
-@dataclass(frozen=True)
-class Stretched:
-    """One scaling method: its name, and radians per token of each pair with it."""
-
-    name: str
-    inv_freq: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """The data of `methods.js`, which draws every pair as a dial with two hands, per method.
-
-    before  radians per token of each pair without scaling
-    seen    radians that each pair made in training;  last  the largest position
-    """
-
-    before: tuple[float, ...]
-    seen: tuple[float, ...]
-    methods: tuple[Stretched, ...]
-    last: int
-    kind: str = "methods"
-
-
-@dataclass(frozen=True)
 class Figure:
-    """Two axes and everything drawn over them."""
+    """Two axes and everything drawn over them.
+
+    moving  `kind`, the name of a script, and what it draws: see `moving.py`
+    """
 
     x: Axis
     y: Axis
@@ -162,17 +97,19 @@ class Figure:
     band: Band | None = None
     rows: tuple[Row, ...] = ()
     bars: tuple[Bar, ...] = ()
-    moving: Hands | Orders | Stretch | None = None
+    moving: dict[str, JSON] | None = None
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class Table:
     """Headers, and rows of as many texts."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
 
-class Picture(NamedTuple):
+@dataclass(frozen=True)
+class Picture:
     """What a view shows.
 
     columns  arrays of one length;  words  their meaning in sentences
@@ -205,9 +142,7 @@ class Picture(NamedTuple):
             name: [value if np.isfinite(value) else None for value in column.tolist()]
             for name, column in self.columns.items()
         }
-        figure = dataclasses.asdict(self.figure)
-        tables = [table._asdict() for table in self.tables]
-        return {**self._asdict(), "figure": figure, "columns": columns, "tables": tables}
+        return {**dataclasses.asdict(self), "columns": columns}
 
 
 def as_script(value: object) -> str:

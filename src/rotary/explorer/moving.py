@@ -1,4 +1,8 @@
-"""Views that move in the browser: the script named by `kind` animates them without the server."""
+"""Views that move in the browser: the script named by `kind` animates them without the server.
+
+Speeds are radians per token of each pair, negative where it turns clockwise. `last` is the largest
+distance, or the largest position, that the script shows.
+"""
 
 import dataclasses
 import re
@@ -12,7 +16,7 @@ from ..kernels import Numbers
 from ..spec import Rotary
 from ..words import counted
 from .curves import distance_axis, outline, trained_line
-from .figures import Axis, Curve, Figure, Hands, Line, Order, Orders, Picture, Stretch, Stretched
+from .figures import Axis, Curve, Figure, Line, Picture
 from .side import Look, check_scaling
 
 SHOWN = 4  # pairs of `two_layouts`: as many as there are colours
@@ -38,12 +42,14 @@ def hands(look: Look) -> Picture:
     )
     if look.spec.num_axes > 1:
         words += f" Tokens move along all {look.spec.num_axes} axes of positions at once."
+    # a score is `factor` times that of the rotated channels, and `constant` by the others
+    moving = {"kind": "hands", "inv_freq": speeds.tolist(), "factor": times, "constant": still}
     figure = Figure(
         distance_axis(look.spec, look.context),
         Axis("q · k"),
         (Curve("score", "q · k"),),
         (Line("y", 0, "", "ink"), *trained_line(look, look.context)),
-        moving=Hands(tuple(speeds.tolist()), times, still, look.context),
+        moving={**moving, "last": look.context},
     )
     return Picture({"distance": distances, "score": scores}, words, figure)
 
@@ -76,10 +82,9 @@ def two_layouts(look: Look) -> Picture:
         rows = [np.broadcast_to(x, (len(distances), width)) for x in (one, other)]
         columns[column] = decay.score(spec, rows[0], rows[1], distances, route="complex")
         pairs = layouts.pair_indices(width, run_as)
-        listed = tuple((int(first), int(second)) for first, second in pairs)
-        orders.append(
-            Order(name, listed, tuple(one.tolist()), tuple(other.tolist()), column, colour)
-        )
+        # one order of the channels, and the curve that is marked with its score
+        parts = {"pairs": pairs.tolist(), "q": one.tolist(), "k": other.tolist()}
+        orders.append({"name": name, "column": column, "colour": colour, **parts})
     best, wrong = columns["right"][BACK], columns["mixed_up"][BACK]
     second = layouts.pair_indices(width, "half")[0, 1]
     words = (
@@ -98,7 +103,7 @@ def two_layouts(look: Look) -> Picture:
         Axis("q · k"),
         (Curve("right", "one layout"), Curve("mixed_up", "mixed up", "red", "dotted")),
         (Line("y", 0, "", "ink"),),
-        moving=Orders(tuple(speeds.tolist()), tuple(orders), REACH),
+        moving={"kind": "layouts", "inv_freq": speeds.tolist(), "orders": orders, "last": REACH},
     )
     return Picture(columns, words, figure)
 
@@ -113,7 +118,7 @@ def methods(look: Look) -> Picture:
     new, stretched = {}, []
     for name, spec in ways.items():
         speeds = columns[re.sub(r"\W+", "_", name)] = inv_freq(spec, last)[0]
-        stretched.append(Stretched(name, tuple((look.spec.sign * speeds).tolist())))
+        stretched.append({"name": name, "inv_freq": (look.spec.sign * speeds).tolist()})
         share = extension.unseen(look.before, look.trained, spec, [last - 1], last)[0]
         new[name] = int((share > 0.005).sum())
     listed = ", ".join(f"{name} {count}" for name, count in new.items())
@@ -127,8 +132,13 @@ def methods(look: Look) -> Picture:
         words += f" The published methods do not scale RoPE of type {look.plain.schedule!r}."
     elif look.context <= look.trained:
         words += " Choose a context longer than the training to see what scaling does."
-    turning = tuple((look.spec.sign * before).tolist())
-    moving = Stretch(turning, tuple(seen.tolist()), tuple(stretched), last - 1)
+    moving = {
+        "kind": "methods",
+        "before": (look.spec.sign * before).tolist(),  # without scaling
+        "seen": seen.tolist(),  # radians that each pair made in training
+        "methods": stretched,
+        "last": last - 1,
+    }
     return Picture(columns, words, Figure(Axis("pair"), Axis(""), moving=moving))
 
 
