@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from .pairs import (
 from .probe import MAX_INDEXED, UNITS, Box, Finding, check, in_rad, length_dependence
 
 RIGHT = 1e-3  # rad
+RESTING = 1e-6  # rad: a pair that has turned less stands still; small angles are held precisely
 FIT_NOISE = 4  # how many times the noise of an angle a schedule may be off at the last position
 COARSE = ("bfloat16", "float16")
 FATAL = {
@@ -52,11 +54,12 @@ class Answer:
 
 
 class Turning(NamedTuple):
-    """Measured pairs: blocks (runs, 3, pairs, 2, 2) at positions `numbers` (runs, 3).
+    """Measured pairs of a box: blocks (runs, 3, pairs, 2, 2) at positions `numbers` (runs, 3).
 
     Each run is three positions p - 1, p, p + 1 along one axis of `axis` (runs,), p = 1, 2, 4, ...
     """
 
+    box: Box
     pairs: Pairs
     numbers: Array
     axis: Array
@@ -77,6 +80,10 @@ class Turning(NamedTuple):
     def start(self) -> Array:
         """Angle of each pair at position 0."""
         return self.pairs.angles[0, 0]
+
+    def far(self, sign: int) -> Far:
+        """Return the angles at far positions, times `sign`."""
+        return Far(self.box, self.pairs, sign, self.start)
 
     @property
     def noise(self) -> float:
@@ -123,21 +130,17 @@ def examine(box: Box, max_position: int) -> Answer:
     matrices, numbers, axis, refusal = _runs(box, limit)
     if refusal:
         findings.append(Finding("far_refused", refusal))
-    try:
-        pairs = find_pairs(matrices, 1e-6)
-    except ValueError as error:
-        return Answer(None, (*findings, Finding("no_rotation", str(error))))
-    if pairs is None:
-        mixed = Finding("mixes_channels", "its channels do not form pairs")
-        return Answer(None, (*findings, mixed))
+    pairs = find_pairs(matrices, 1e-6)
+    if isinstance(pairs, Finding):
+        return Answer(None, (*findings, pairs))
     rest = np.ones(box.head_dim, bool)
     rest[pairs.start : pairs.start + pairs.rotary_dim] = False
     if (np.abs(matrices[..., rest, rest] - 1) > 1e-6 + 2 * UNITS[box.dtype]).any():
         text = "channels outside the rotated slice are changed"
         findings.append(Finding("scales_the_rest", text))
     coarse = (t for t in COARSE if np.array_equal(round_to(pairs.blocks, t), pairs.blocks))
-    turning = Turning(pairs, numbers, axis, next(coarse, "float32"))
-    return _explain(box, turning, findings, max_position)
+    turning = Turning(box, pairs, numbers, axis, next(coarse, "float32"))
+    return _explain(turning, findings, max_position)
 
 
 def _runs(box: Box, limit: int) -> tuple[Array, Array, Array, str | None]:
@@ -160,24 +163,24 @@ def _runs(box: Box, limit: int) -> tuple[Array, Array, Array, str | None]:
     return np.stack(matrices), np.array(numbers), np.array(axes), refusal
 
 
-def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: int) -> Answer:
+def _explain(turning: Turning, findings: list[Finding], max_position: int) -> Answer:
     """Return the answer from the blocks of the pairs: the spec, and what is unusual about it."""
-    pairs = turning.pairs
+    box, pairs = turning.box, turning.pairs
     if pairs.skew > 1e-4 + 4 * UNITS[box.dtype]:
-        return Answer(None, (*findings, *_unequal_channels(turning, box.num_axes)))
+        return Answer(None, (*findings, *_unequal_channels(turning)))
     if (lost := no_angle(pairs, turning.numbers, 4 * turning.noise + 1e-5)) is not None:
         return Answer(None, (*findings, lost))
     amplitude, uneven = _amplitude(turning)
     findings = findings + uneven
-    rates = _rates(turning, box.num_axes)
+    rates = _rates(turning)
     if rates is None:
         text = "a pair uses more than one position axis"
         return Answer(None, (*findings, Finding("mixed_axes", text)), not uneven, amplitude)
-    measured, explained = _fitted(turning, rates, amplitude or 1.0, box.num_axes)
+    measured, explained = _fitted(turning, rates, amplitude)
     if explained.schedule == "custom" and any(each.code == "position_scale" for each in uneven):
         # neither lengths nor angles follow a rule: there is no frequency
         return Answer(None, tuple(findings))
-    findings += _odd_angles(turning, rates, box.num_axes)
+    findings += _odd_angles(turning, rates)
     findings += odd_amplitude(measured, explained)
     inverted = inverted_yarn(measured) if explained.schedule == "custom" else None
     if inverted:
@@ -185,7 +188,7 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
         findings.append(inverted[1])
     else:
         findings += odd_frequencies(measured, explained, box.head_dim)
-    if by_length := _with_length(box, turning, findings, rates, explained, amplitude, max_position):
+    if by_length := _with_length(turning, findings, rates, explained, amplitude, max_position):
         turning, rates, explained, finding = by_length
         findings = [each for each in findings if each.code != finding.code] + [finding]
     answer = Answer(None, tuple(findings), not uneven, amplitude, rates.inv_freq)
@@ -206,38 +209,37 @@ def _explain(box: Box, turning: Turning, findings: list[Finding], max_position: 
             )
     except ValueError as error:
         return dataclasses.replace(answer, findings=(*findings, Finding("no_spec", str(error))))
-    if uneven:
-        return dataclasses.replace(answer, spec=spec)
     by_position = any(each.code == "depends_on_position" for each in findings)
-    answer = dataclasses.replace(answer, spec=spec, is_rotation=not by_position)
-    return _with_precision(box, turning, rates, explained, spec, answer)
+    is_rotation = answer.is_rotation and not by_position
+    answer = dataclasses.replace(answer, spec=spec, is_rotation=is_rotation)
+    return answer if uneven else _with_precision(turning, rates, explained, spec, answer)
 
 
-def _unequal_channels(turning: Turning, num_axes: int) -> list[Finding]:
+def _unequal_channels(turning: Turning) -> Iterator[Finding]:
     """Explain pairs whose channels are not rotated by one angle, and how much scores change."""
-    pairs = turning.pairs
+    pairs, num_axes = turning.pairs, turning.box.num_axes
     error = np.abs(pairs.blocks - np.eye(2)).max(axis=(1, 4))  # (runs, pairs, channels)
     by_axis = np.stack([error[turning.axis == axis].max(axis=0) for axis in range(num_axes)])
-    near = pairs.blocks[:7]  # positions up to 64
-    steps = near[:, :-1].swapaxes(-1, -2) @ near[:, 1:]  # R_p^T R_{p+1}
-    shift = Finding("not_shift_invariant", "scores depend on more than the distance, by up to "
-                    f"{np.abs(steps - steps[0, 0]).max():.2g}")  # fmt: skip
     if tables_in_other_layout(pairs):
         right, wrong = "cat(f, f)", "repeat_interleave(f, 2)"
         if pairs.out_layout == "interleaved":
             right, wrong = wrong, right
         text = f"{pairs.layout} pairs, but the tables have the order {wrong}; needs {right}"
-        return [Finding("tables_in_other_layout", text), shift]
-    if num_axes > 1 and (by_axis.min(axis=-1) < 1e-4).all():  # an axis turns one channel of a pair
+        yield Finding("tables_in_other_layout", text)
+    elif num_axes > 1 and (by_axis.min(axis=-1) < 1e-4).all():  # an axis turns one channel
         text = "the two channels of a pair use different position axes: axes are assigned over "
-        return [Finding("axes_split_pairs", text + "the doubled width (Hunyuan-VL)"), shift]
-    text = "the two channels of a pair are not rotated by the same angle"
-    return [Finding("not_a_rotation", text), shift]
+        yield Finding("axes_split_pairs", text + "the doubled width (Hunyuan-VL)")
+    else:
+        text = "the two channels of a pair are not rotated by the same angle"
+        yield Finding("not_a_rotation", text)
+    near = pairs.blocks[:7]  # positions up to 64
+    steps = near[:, :-1].swapaxes(-1, -2) @ near[:, 1:]  # R_p^T R_{p+1}
+    change = np.abs(steps - steps[0, 0]).max()
+    text = f"scores depend on more than the distance, by up to {change:.2g}"
+    yield Finding("not_shift_invariant", text)
 
 
-def _fitted(
-    turning: Turning, rates: Rates, amplitude: float, num_axes: int
-) -> tuple[Measured, Fit]:
+def _fitted(turning: Turning, rates: Rates, amplitude: float | None) -> tuple[Measured, Fit]:
     """Return the frequencies with their uncertainty, and the schedule that gives them."""
     noise = np.full(len(rates.inv_freq), FIT_NOISE * turning.noise / rates.last)
     amplitude_noise = 2e-6 if turning.type == "float32" else 8e-3
@@ -245,29 +247,28 @@ def _fitted(
     rounded = np.abs(round_to(rates.inv_freq, "float32") - rates.inv_freq) <= noise
     is_float32 = bool(rounded.all() or rates.offset or rates.phase.any())
     measured = Measured(
-        rates.inv_freq, noise, turning.pairs.rotary_dim, amplitude, amplitude_noise, num_axes,
-        is_float32,
+        rates.inv_freq, noise, turning.pairs.rotary_dim, amplitude or 1.0, amplitude_noise,
+        turning.box.num_axes, is_float32,
     )  # fmt: skip
     return measured, fit(measured)
 
 
 def _with_length(
-    box: Box, turning: Turning, findings: list[Finding], rates: Rates, explained: Fit,
+    turning: Turning, findings: list[Finding], rates: Rates, explained: Fit,
     amplitude: float | None, limit: int,
 ) -> tuple[Turning, Rates, Fit, Finding] | None:  # fmt: skip
     """Pairs and frequencies of short rows, and the rule for long ones; None if there is no rule."""
-    if box.num_axes > 1 or rates.last < 8:
+    if turning.box.num_axes > 1 or rates.last < 8:
         return None
     if rates.last < turning.last:  # uneven beyond `last`, whose run may already be a little off
         turning = turning.up_to(rates.last // 2)
-        near = _rates(turning, 1)
+        near = _rates(turning)
         if near is None:
             return None
-        rates, explained = near, _fitted(turning, near, amplitude or 1.0, 1)[1]
+        rates, explained = near, _fitted(turning, near, amplitude)[1]
     elif all(finding.code != "depends_on_length" for finding in findings):
         return None
-    far = Far(box, turning.pairs, rates.sign, turning.start)
-    rule = with_length(far, explained, rates.last, limit, amplitude)
+    rule = with_length(turning.far(rates.sign), explained, rates.last, limit, amplitude)
     return rule and (turning, rates, *rule)
 
 
@@ -286,20 +287,22 @@ def _amplitude(turning: Turning) -> tuple[float | None, list[Finding]]:
     return common if abs(common - 1) > allowed else 1.0, []
 
 
-def _rates(turning: Turning, num_axes: int) -> Rates | None:
+def _rates(turning: Turning) -> Rates | None:
     """Return frequencies from the angles at 1, 2, 4, ...; None if two axes rotate one pair."""
     relative = wrapped(turning.pairs.angles[:, 1] - turning.start)
-    rows = [turning.axis == axis for axis in range(num_axes)]
-    rates = [unwrapped_frequencies(relative[row], turning.numbers[row, 1]) for row in rows]
-    by_axis = np.stack([frequencies for frequencies, _ in rates])
+    by_axis, ends = [], []
+    for axis in range(turning.box.num_axes):
+        numbers = turning.numbers[turning.axis == axis, 1]
+        found, fitting = unwrapped_frequencies(relative[turning.axis == axis], numbers)
+        ends.append(int(numbers[fitting - 1]))
+        by_axis.append(np.where(np.abs(found) * ends[-1] > RESTING, found, 0.0))
     if (np.count_nonzero(by_axis, axis=0) > 1).any():
         return None
     axes = np.abs(by_axis).argmax(axis=0)
-    inv_freq = by_axis.sum(axis=0)
+    inv_freq = np.sum(by_axis, axis=0)
     sign = -1 if (inv_freq < 0).any() and not (inv_freq > 0).any() else 1
     offset, phase = _offset(turning.start * sign, inv_freq * sign, 4 * turning.noise)
-    last = min(last for _, last in rates)
-    return Rates(inv_freq * sign, axes, sign, last, offset, phase)
+    return Rates(inv_freq * sign, axes, sign, min(ends), offset, phase)
 
 
 def _offset(start: Array, inv_freq: Array, noise: float) -> tuple[float, Array]:
@@ -315,31 +318,30 @@ def _offset(start: Array, inv_freq: Array, noise: float) -> tuple[float, Array]:
     return 0.0, start
 
 
-def _odd_angles(turning: Turning, rates: Rates, num_axes: int) -> list[Finding]:
-    findings = []
-    ignored = set(range(num_axes)) - set(rates.axes[rates.inv_freq != 0].tolist())
-    if ignored and num_axes > 1:
+def _odd_angles(turning: Turning, rates: Rates) -> Iterator[Finding]:
+    axes = range(turning.box.num_axes)
+    ignored = set(axes) - set(rates.axes[rates.inv_freq != 0].tolist())
+    if ignored and len(axes) > 1:
         names = ", ".join(map(str, sorted(ignored)))
-        findings.append(Finding("axes_ignored", f"position axes {names} rotate no pair"))
+        yield Finding("axes_ignored", f"position axes {names} rotate no pair")
     quarter = np.abs(np.abs(rates.phase) - math.pi / 2).max() < 4 * turning.noise + 1e-5
     if quarter:
         text = "position 0 is a quarter turn: cos and sin are swapped"
-        findings.append(Finding("cos_sin_swapped", text))
+        yield Finding("cos_sin_swapped", text)
     elif rates.phase.any():
-        findings.append(Finding("phase", "position 0 is rotated"))
+        yield Finding("phase", "position 0 is rotated")
     elif rates.offset:
-        text = f"position 0 is rotated as if it were position {rates.offset:g}"
-        findings.append(Finding("offset", text))
+        yield Finding("offset", f"position 0 is rotated as if it were position {rates.offset:g}")
     if rates.sign < 0 and not quarter:
         text = "pairs rotate in the other direction: as in nanochat, or sin has a wrong sign"
-        findings.append(Finding("clockwise", text))
-    return findings
+        yield Finding("clockwise", text)
 
 
 def _with_precision(
-    box: Box, turning: Turning, rates: Rates, explained: Fit, spec: Rotary, answer: Answer
+    turning: Turning, rates: Rates, explained: Fit, spec: Rotary, answer: Answer
 ) -> Answer:
     """Add to the answer the arithmetic of the angles, and up to which position they are right."""
+    dtype = turning.box.dtype
     numbers = np.where(turning.axis[:, None, None] == rates.axes, turning.numbers[..., None], 0)
     measured = wrapped(rates.sign * turning.pairs.angles - rates.phase)
     wraps = numbers.astype(np.uint64) * turns(spec)  # exact, modulo one turn
@@ -348,9 +350,10 @@ def _with_precision(
     middles = turning.numbers[:, 1]
     probed = turning.last
     of_fit = FIT_NOISE * turning.noise / rates.last  # per token; frequencies are not known better
-    wrong = middles[error > RIGHT + ANGLE_NOISE.get(box.dtype, 0.0) + of_fit * middles]
+    allowed = RIGHT + ANGLE_NOISE.get(dtype, 0.0)
+    wrong = middles[error > allowed + of_fit * middles]
     right = int(wrong.min()) // 2 if len(wrong) else probed
-    right_to = RIGHT + ANGLE_NOISE.get(box.dtype, 0.0) + of_fit * right
+    right_to = allowed + of_fit * right
 
     safe, count = middles <= rates.last, len(rates.inv_freq)
     angles = (numbers[safe] + rates.offset).reshape(-1, count), measured[safe].reshape(-1, count)
@@ -364,7 +367,7 @@ def _with_precision(
         # what was probed lies near powers of two, where products are hardly rounded
         right = min(right, longest_safe_position(spec, right_to))
     is_float32_at_fault = len(wrong) > 0
-    if turning.type not in ("float32", box.dtype):
+    if turning.type not in ("float32", dtype):
         kinds = (*(kind for kind in kinds if kind != "exact"), f"{turning.type} tables")
         # where such tables alone are off by more, they are the cause
         is_float32_at_fault &= longest_safe_position(spec, right_to, f"{turning.type}_table") > 0
@@ -377,12 +380,12 @@ def _with_precision(
         if kind != "exact" and (is_float32_at_fault or kind != "float32 angles")
     ]
     if rates.last < probed:
-        far = Far(box, turning.pairs, rates.sign, turning.start)
         text = f"beyond position {rates.last:,} pairs do not turn evenly: lost precision, a table "
         text += "that ends in an unknown way, or frequencies that follow the length"
-        uneven = Finding("uneven", text)
-        end = end_of_table(far, explained.inv_freq, rates.last, probed) if not spec.axes else None
-        findings.append(end or uneven)
+        end = None
+        if not spec.axes:
+            end = end_of_table(turning.far(rates.sign), explained.inv_freq, rates.last, probed)
+        findings.append(end or Finding("uneven", text))
     elif until and not findings:
         findings.append(Finding("angles_drift", f"angles drift{until}, for an unknown reason"))
     return dataclasses.replace(

@@ -4,7 +4,7 @@ A fault is only a finding if the numbers agree with its formula as exactly as th
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -50,14 +50,14 @@ AMPLITUDES: tuple[tuple[str, Callable[[float], float], str], ...] = (
 )  # fmt: skip
 
 
-def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[Finding]:
-    """Return findings about frequencies that published faults give."""
-    findings, d = [], measured.rotary_dim
+def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> Iterator[Finding]:
+    """Yield findings about frequencies that published faults give."""
+    d = measured.rotary_dim
     if explained.schedule == "custom":  # perhaps only because none has this attention factor
         explained = fit(measured._replace(amplitude=1.0))
     name, base = explained.schedule, explained.base
     if name == "custom":
-        return _odd_list(measured)
+        yield from _odd_list(measured)
     if name == "linear":
         factor = explained.params["factor"]
         if factor < 1:
@@ -66,52 +66,50 @@ def odd_frequencies(measured: Measured, explained: Fit, head_dim: int) -> list[F
                 text += ": it is rotated twice"
             elif math.isclose(factor * math.tau, 1):
                 text += ": that is 2 pi"
-            findings.append(Finding("frequencies_multiplied", text))
-        findings += _odd_factor(factor, base, d)
+            yield Finding("frequencies_multiplied", text)
+        yield from _odd_factor(factor, base, d)
     if name in ("default", "linear") and base not in BASES:
         for code, exponent, text in EXPONENTS:
             power = base ** exponent(d, head_dim)
-            findings += [
-                Finding(code, text.format(base=usual, d=d, width=head_dim, pairs=d // 2))
-                for usual in BASES
-                if abs(power / usual - 1) < 1e-4 < abs(base / usual - 1)
-            ]
-    return findings
+            for usual in BASES:
+                if abs(power / usual - 1) < 1e-4 < abs(base / usual - 1):
+                    known = text.format(base=usual, d=d, width=head_dim, pairs=d // 2)
+                    yield Finding(code, known)
 
 
-def _odd_factor(factor: float, base: float, d: int) -> list[Finding]:
-    """Return the fault that gives a factor of linear scaling that is not round, if there is one."""
+def _odd_factor(factor: float, base: float, d: int) -> Iterator[Finding]:
+    """Yield the fault that gives a factor of linear scaling that is not round, if there is one."""
     if d == 2 or float(f"{factor:.3e}") == factor:
-        return []
-    if abs(math.log(factor) * d / 2 - math.log(base)) < FLOAT32_RATIO * d:
-        return [Finding("pairs_from_1", f"pairs are counted from 1, not from 0: base^(-2 (i + 1) / "
-                        f"{d})")]  # fmt: skip
+        return
     growth = factor ** ((d - 2) / d)
-    if growth > 1 and abs(float(f"{growth:.1e}") / growth - 1) < FLOAT32_RATIO:
+    if abs(math.log(factor) * d / 2 - math.log(base)) < FLOAT32_RATIO * d:
+        text = f"pairs are counted from 1, not from 0: base^(-2 (i + 1) / {d})"
+        yield Finding("pairs_from_1", text)
+    elif growth > 1 and abs(float(f"{growth:.1e}") / growth - 1) < FLOAT32_RATIO:
         text = f"every frequency is divided by {growth:.2g}^(d / (d - 2)), by which NTK scaling "
-        return [Finding("growth_divides", text + "multiplies the base (keras-hub's dynamic)")]
-    return []
+        yield Finding("growth_divides", text + "multiplies the base (keras-hub's dynamic)")
 
 
-def _odd_list(measured: Measured) -> list[Finding]:
-    """Return findings about frequencies that no schedule gives."""
-    findings, size = [], measured.inv_freq
+def _odd_list(measured: Measured) -> Iterator[Finding]:
+    """Yield findings about frequencies that no schedule gives."""
+    size = measured.inv_freq
     index = np.arange(len(size))
     for base in BASES:
         reciprocal = base ** (index / len(size))
         allowed = measured.noise + FLOAT32_RATIO * reciprocal
         if (np.abs(wrapped(reciprocal - size)) < allowed).all():
-            return [Finding("reciprocal_frequencies", f"frequencies are base^(+2i / d) of base "
-                            f"{base:g}: 1 / inv_freq (MLX's freqs) is taken for inv_freq, or the "
-                            "minus of the exponent is missing")]  # fmt: skip
+            text = f"frequencies are base^(+2i / d) of base {base:g}: 1 / inv_freq (MLX's freqs) "
+            text += "is taken for inv_freq, or the minus of the exponent is missing"
+            yield Finding("reciprocal_frequencies", text)
+            return
     if (size < 0).any():
-        findings.append(Finding("mixed_directions", "some pairs rotate in the other direction, "
-                                "or by more than half a turn per token"))  # fmt: skip
+        text = "some pairs rotate in the other direction, or by more than half a turn per token"
+        yield Finding("mixed_directions", text)
     same = (np.abs(size[:, None] - size) <= measured.noise + 3e-7 * np.abs(size)) & (size != 0)
     twins = np.argwhere(np.triu(same, 1)).tolist()
     if twins and measured.num_axes == 1:
         shown = ", ".join(f"{i} and {j}" for i, j in twins[:4])
-        findings.append(Finding("duplicate_frequency", f"pairs with one frequency: {shown}"))
+        yield Finding("duplicate_frequency", f"pairs with one frequency: {shown}")
     size = np.abs(size)
     turning = (size > measured.noise) & (index > 0)
     slopes = -np.log(size[turning]) / index[turning]
@@ -121,11 +119,8 @@ def _odd_list(measured: Measured) -> list[Finding]:
         wrong = np.abs(size - ladder) > measured.noise + FLOAT32_RATIO * ladder
         if base >= 1 and 0 < wrong.sum() <= len(size) / 4:
             others = np.flatnonzero(wrong).tolist()
-            return [
-                *findings,
-                Finding("off_ladder", f"all pairs but {others} follow base {base:g}"),
-            ]
-    return findings
+            yield Finding("off_ladder", f"all pairs but {others} follow base {base:g}")
+            return
 
 
 def _are_cosines(values: Array, numbers: Array, allowed: float) -> bool:
@@ -145,26 +140,24 @@ def _are_cosines(values: Array, numbers: Array, allowed: float) -> bool:
     return bool((off <= 8 * allowed).all() and (steps <= 8 * allowed).all())
 
 
-def odd_amplitude(measured: Measured, explained: Fit) -> list[Finding]:
-    """Return findings about the number that multiplies cos and sin."""
-    findings, size, noise = [], measured.amplitude, measured.amplitude_noise
+def odd_amplitude(measured: Measured, explained: Fit) -> Iterator[Finding]:
+    """Yield findings about the number that multiplies cos and sin."""
+    size, noise = measured.amplitude, measured.amplitude_noise
     if abs(size - 1) > noise:
-        findings.append(Finding("amplitude", f"cos and sin are multiplied by {size:.6g}"))
+        yield Finding("amplitude", f"cos and sin are multiplied by {size:.6g}")
     factor = explained.params.get("factor", 1.0)
-    if explained.schedule != "yarn" or factor <= 1:
-        return findings
     g = yarn_amplitude(factor)
-    if abs(size - g) <= noise:
-        return findings
+    if explained.schedule != "yarn" or factor <= 1 or abs(size - g) <= noise:
+        return
     for code, value, text in AMPLITUDES:
         if abs(size - value(g)) <= noise:
-            return [*findings, Finding(code, text.format(g=g, factor=factor))]
+            yield Finding(code, text.format(g=g, factor=factor))
+            return
     mscale = (size - 1) / (g - 1)
     error = noise / (g - 1)
     if mscale > 0 and error < 1e-4 and abs(float(f"{mscale:.2e}") - mscale) <= error:
         text = f"cos and sin are multiplied by 0.1 x {mscale:.3g} x ln({factor:g}) + 1: "
-        findings.append(Finding("mscale_alone", text + "mscale without mscale_all_dim"))
-    return findings
+        yield Finding("mscale_alone", text + "mscale without mscale_all_dim")
 
 
 def inverted_yarn(measured: Measured) -> tuple[Fit, Finding] | None:

@@ -114,7 +114,7 @@ class _Snapshot(NamedTuple):
 
 
 class _Operators(OperatorMode):  # type: ignore[misc]  # one of two classes of torch
-    """Calls `run` in place of every operator."""
+    """Calls `run` in place of every operator; it returns what the operator returns."""
 
     def __torch_dispatch__(
         self,
@@ -126,12 +126,6 @@ class _Operators(OperatorMode):  # type: ignore[misc]  # one of two classes of t
         return self.run(func, args, kwargs or {})
 
     __torch_function__ = __torch_dispatch__
-
-    def run(
-        self, func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> object:
-        """Return what the operator returns."""
-        raise NotImplementedError
 
 
 class _Watcher(_Operators):

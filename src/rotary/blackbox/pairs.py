@@ -9,10 +9,10 @@ import numpy as np
 from ..analysis.precision import round_to
 from ..kernels import Numbers as Array
 from ..layouts import pair_indices
+from .probe import Finding
 
 FLOATS = ("float32", "float16", "bfloat16")
 LOST = 0.3  # rad: an angle this far from the expected one no longer tells the number of turns
-RESTING = 1e-6  # rad: a pair that has turned less stands still; small angles are held precisely
 FAST = 1e5  # rad: float32 angles beyond this depend on how exactly inv_freq was rounded
 
 
@@ -63,10 +63,8 @@ class Pairs(NamedTuple):
         return self._replace(blocks=matrices[(..., *self.channels)].astype(np.float64))
 
 
-def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
-    """Return the pairs of matrices (runs, tokens, head_dim, head_dim); None if more is mixed.
-
-    Raises ValueError if every matrix is the identity.
+def find_pairs(matrices: Array, tolerance: float) -> Pairs | Finding:
+    """Return the pairs of matrices (runs, tokens, head_dim, head_dim), or why there are none.
 
     >>> quarter = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1]])
     >>> find_pairs(quarter[None, None], 0.0)[:4]
@@ -77,7 +75,7 @@ def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
     moved = np.abs(matrices - np.eye(head_dim)).max(axis=(0, 1)) > tolerance
     channels = np.flatnonzero(moved.any(axis=0) | moved.any(axis=1))
     if not len(channels):
-        raise ValueError("it changes nothing at any position")
+        return Finding("no_rotation", "it changes nothing at any position")
     start, size = int(channels[0]), int(channels[-1] - channels[0]) + 1
     size += size % 2  # the second member of a mixed layout's last pair may hardly move
     gaps = {abs(int(i - j)) for i, j in zip(*np.nonzero(reach), strict=True) if i != j}
@@ -96,7 +94,7 @@ def find_pairs(matrices: Array, tolerance: float) -> Pairs | None:
         allowed[pairs.channels] = True
         if not (reach & ~allowed).any():
             return pairs.of(matrices)
-    return None
+    return Finding("mixes_channels", "its channels do not form pairs")
 
 
 def tables_in_other_layout(pairs: Pairs) -> bool:
@@ -136,23 +134,22 @@ def wrapped(angles: Array) -> Array:
 def unwrapped_frequencies(angles: Array, numbers: Array) -> tuple[Array, int]:
     """Return frequencies from angles (runs, pairs) at positions `numbers` (runs,): 1, 2, 4, ...
 
-    Each run doubles the precision, which is enough to count the whole turns of the next one.
-    Returns frequencies in (-pi, pi] rad per position, and the last number whose angles fit them.
+    Each run makes them more precise, enough to count the whole turns of the next one. Returns rad
+    per position, up to half a turn in the first run, and how many runs fit them.
 
     >>> w = np.array([1.0, 0.01])
     >>> numbers = 2 ** np.arange(21)
-    >>> inv_freq, last = unwrapped_frequencies(wrapped(numbers[:, None] * w), numbers)
-    >>> bool(np.abs(inv_freq - w).max() < 1e-14), last
-    (True, 1048576)
+    >>> inv_freq, fitting = unwrapped_frequencies(wrapped(numbers[:, None] * w), numbers)
+    >>> bool(np.abs(inv_freq - w).max() < 1e-14), fitting
+    (True, 21)
     """
-    frequencies, last = wrapped(angles[0]), int(numbers[0])
-    for measured, number in zip(angles[1:], numbers[1:], strict=True):
+    frequencies = np.zeros(angles.shape[1])
+    for run, (measured, number) in enumerate(zip(angles, numbers, strict=True)):
         correction = wrapped(measured - number * frequencies)
-        if np.abs(correction).max() > LOST:
-            break
+        if run and np.abs(correction).max() > LOST:
+            return frequencies, run
         frequencies = frequencies + correction / number
-        last = int(number)
-    return np.where(np.abs(frequencies) * last > RESTING, frequencies, 0.0), last
+    return frequencies, len(numbers)
 
 
 def arithmetic(

@@ -15,7 +15,7 @@ from ..kernels import Numbers as Array
 from ..layouts import LAYOUTS, pair_slices
 from ..spec import Rotary
 from .fit import Measured, fit
-from .pairs import LOST, wrapped
+from .pairs import unwrapped_frequencies, wrapped
 
 TOLERANCES = {"float64": 2e-6, "float32": 2e-5, "float16": 4e-3, "bfloat16": 2.5e-2}
 _SAMPLE = 12  # heads that are compared
@@ -194,18 +194,16 @@ def _slopes(rotation: Turned, positions: Array) -> tuple[Array, Array]:
         reference = alone[np.abs(positions[alone, axis]).argmin()]
         away = positions - positions[reference]
         tokens = alone[away[alone, axis] != 0]
+        tokens = tokens[np.argsort(np.abs(away[tokens, axis]))]
         if not len(tokens):
             raise ValueError(
                 f"no two tokens of the example differ only in position axis {axis}, so its "
                 "frequencies cannot be measured: pass an example that has two such tokens"
             )
-        rate = np.zeros(rotation.angles.shape[1])
-        for n, token in enumerate(tokens[np.argsort(np.abs(away[tokens, axis]))]):
-            step = away[token, axis]
-            gone = wrapped(rotation.angles[token] - rotation.angles[reference] - rate * step)
-            if n and np.abs(gone).max() > LOST:
-                raise ValueError("its angles do not grow evenly with the positions")
-            rate = rate + gone / step
+        turned = rotation.angles[tokens] - rotation.angles[reference]
+        rate, fitting = unwrapped_frequencies(turned, away[tokens, axis])
+        if fitting < len(tokens):
+            raise ValueError("its angles do not grow evenly with the positions")
         rows.append(rate)
         farthest.append(np.abs(away[tokens, axis]).max())
     return np.array(rows), np.array(farthest)
