@@ -81,6 +81,20 @@ def served() -> Iterator[str]:
             process.terminate()
 
 
+@contextlib.contextmanager
+def chromium() -> Iterator["Browser"]:
+    """A browser; exits with a status of 1 where it is not installed."""
+    path = shutil.which("chromium")
+    if path is None:
+        sys.exit("needs Chromium: apt-get install -y --no-install-recommends chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
 def opened(browser: "Browser", address: str, query: str = "") -> "Page":
     """The page with its first picture drawn."""
     page = browser.new_page(viewport={"width": 1400, "height": 900})
@@ -153,13 +167,7 @@ def main() -> None:
     of_each_group = {view.group: name for name, view in VIEWS.items()}
     quick = {"starts": 1, "changes": 1, "frames": 10, "views": tuple(of_each_group.values())}
     options = command.parsed(parser, quick, command.RESULTS)
-    path = shutil.which("chromium")
-    if path is None:
-        sys.exit("needs Chromium: apt-get install -y --no-install-recommends chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+    with chromium() as browser:
         with served() as address:
             page = opened(browser, address, f"view=hands&a.model={MODEL}")
             command.gate(list(errors(page)), "the sum of cosines in float64")
@@ -168,7 +176,6 @@ def main() -> None:
         starts = [start_time(browser) for _ in range(options.starts)]
         rows.insert(0, line("start", "", starts, TIME_LIMITS["start"]))
         version = browser.version
-        browser.close()
     text = "\n".join([
         "# The page of `rotary explore`", "",
         f"{', '.join(f'{name} {value}' for name, value in versions().items())}; Chromium {version} "

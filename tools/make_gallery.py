@@ -6,16 +6,12 @@ that the page showed; tests/test_explorer_gallery.py fails where it says somethi
 
 import argparse
 import io
-import shutil
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from benchmarks.explore import chromium, served
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -33,7 +29,6 @@ PICTURES = {  # name of the picture -> what the page is asked for
 }
 SIZE = {"width": 1180, "height": 820}
 TALL = {"plan": 1066}  # the height in which the config to copy is seen too
-ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
 COLOURS, EXACT = 256, 8  # of a file, and how many of the commonest are those of the page
 
 
@@ -65,28 +60,10 @@ def picture_of(page: "Page") -> bytes:
     return out.getvalue()
 
 
-@contextmanager
-def served() -> Iterator[str]:
-    """The address of the page in a process of its own."""
-    command = [sys.executable, "-m", "rotary", "explore", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[0]
-        finally:
-            process.terminate()
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    path = shutil.which("chromium")
-    if path is None:
-        sys.exit("needs Chromium: apt-get install -y --no-install-recommends chromium")
-    from playwright.sync_api import sync_playwright
-
     FOLDER.mkdir(exist_ok=True)
-    with served() as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+    with served() as address, chromium() as browser:
         page = browser.new_page()
         for name, query in PICTURES.items():
             page.set_viewport_size(
@@ -95,7 +72,6 @@ def main() -> None:
             page.goto(f"{address}?{query}")
             page.wait_for_selector("#links-a a")
             (FOLDER / f"{name}.png").write_bytes(picture_of(page))
-        browser.close()
 
 
 if __name__ == "__main__":
