@@ -1,6 +1,7 @@
 """What every benchmark shares: its command line, its gate, its tables, and where results go."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,19 @@ def parsed(
     return parser.parse_args(arguments)
 
 
+def add_table(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the option --table, which is the path of results, or the folder that has them."""
+    parser.add_argument(
+        "--table", type=Path, nargs="?", const=RESULTS, metavar="JSON",
+        help=f"print {what}; default: of the newest results",
+    )  # fmt: skip
+
+
+def newest(path: Path, kind: str = "") -> Path:
+    """The file itself, or the newest DATE.json, or DATE-KIND.json, of a folder."""
+    return max(path.glob(f"????-??-??{kind and f'-{kind}'}.json")) if path.is_dir() else path
+
+
 def gate(errors: Iterable[tuple[str, float, float]], against: str) -> None:
     """Print that all results are right; exit with status 1 if one is not, before a time is taken.
 
@@ -73,6 +87,22 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """
     text = ["| " + " | ".join(line) + " |" for line in (header, *rows)]
     return "\n".join([text[0], "|" + "---|" * len(header), *text[1:]])
+
+
+def machine(report: Mapping[str, Any]) -> str:
+    """Versions and threads of a report, in one line.
+
+    >>> machine({"versions": {"numpy": "2.4", "cpu": "a Xeon"}, "threads": 2})
+    'numpy 2.4, cpu a Xeon; 2 threads'
+    """
+    versions = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    return f"{versions}; {report['threads']} threads"
+
+
+def publish(out: Path | None, name: str, page: str, report: object) -> None:
+    """Print a page; write it as NAME.md, and what it was made of as NAME.json, into a folder."""
+    print(page)
+    write(out, {f"{name}.md": page, f"{name}.json": json.dumps(report, indent=1) + "\n"})
 
 
 def write(out: Path | None, files: Mapping[str, str]) -> None:

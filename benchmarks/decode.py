@@ -12,24 +12,20 @@ import datetime
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from rotary import Rotary, apply, cos_sin, prepare, rotate
 from rotary import bench as timing
 
 from . import command, peers
-from .reference import rotated
+from .reference import LIMITS, error, rotated
 
 SPEC = Rotary(head_dim=128, base=500_000.0)
 ROWS = 4096  # of the tables
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# the result is rounded once; peers round tables and products as well
-LIMITS = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-PEER_FACTOR = 4
+DTYPES = ("float32", "bfloat16", "float16")
+PEER_FACTOR = 4  # peers round tables and products as well
 EAGER, VLLM, ONNX = "transformers eager", "vLLM's operator", "onnxruntime's operator"
 # most times of transformers' eager function: in a loop with batch 1, after a product
 TIME_LIMITS = {
@@ -73,23 +69,18 @@ class Call(NamedTuple):
 def main() -> None:
     """Compare with float64, measure, print, write."""
     parser = command.parser(__doc__)
-    parser.add_argument(
-        "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
-        help="print the table of docs/numbers.md; default: of the newest results",
-    )  # fmt: skip
+    command.add_table(parser, "the table of docs/numbers.md")
     parser.set_defaults(sizes=FULL)
     given = command.parsed(parser, {"sizes": QUICK}, command.RESULTS)
     if given.table is not None:
-        path = given.table
-        newest = max(path.glob("????-??-??-decode.json")) if path.is_dir() else path
-        print(short_table(json.loads(newest.read_text())))
+        print(short_table(json.loads(command.newest(given.table, "decode").read_text())))
         return
     torch.manual_seed(0)
     command.gate(errors(), "complex numbers in float64")
     loops, after = {}, {}
-    for name, call, dtype in calls(given.sizes):
+    for name, call in calls(given.sizes):
         loops[name] = in_a_loop(cases(call), given.sizes)
-        after[name] = after_a_product(cases(call), given.sizes, dtype, len(call.q))
+        after[name] = after_a_product(cases(call), given.sizes, call.q)
     report = {
         "date": datetime.date.today().isoformat(),
         "versions": timing.versions(),
@@ -99,24 +90,22 @@ def main() -> None:
         "libraries": in_a_loop(library_cases(), given.sizes),
     }
     report["bars"] = [list(each) for each in verdicts(report)]
-    text = as_markdown(report)
-    print(text)
-    files = {".md": text, ".json": json.dumps(report, indent=1) + "\n"}
-    command.write(given.out, {f"{report['date']}-decode{end}": files[end] for end in files})
+    command.publish(given.out, f"{report['date']}-decode", as_markdown(report), report)
 
 
-def calls(sizes: Sizes) -> Iterator[tuple[str, Call, torch.dtype]]:
-    """Every call that is measured: its name, its arrays and their type."""
+def calls(sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Every call that is measured: its name and its arrays."""
     for dtype in DTYPES:
         for heads in sizes.heads:
             for batch in sizes.batches:
-                name = f"{str(dtype).removeprefix('torch.')}, q {heads[0]}, k {heads[1]}"
-                yield f"{name}, batch {batch}", call_of(batch, heads, dtype), dtype
+                name = f"{dtype}, q {heads[0]}, k {heads[1]}, batch {batch}"
+                yield name, call_of(batch, heads, dtype)
 
 
-def call_of(batch: int, heads: tuple[int, int], dtype: torch.dtype) -> Call:
+def call_of(batch: int, heads: tuple[int, int], dtype: str) -> Call:
     """Random q and k, each row of the batch at a position of its own."""
-    q, k = (torch.randn(batch, count, 1, SPEC.head_dim).to(dtype) for count in heads)
+    shapes = [(batch, count, 1, SPEC.head_dim) for count in heads]
+    q, k = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
     return Call(q, k, torch.randint(ROWS, (batch, 1)))
 
 
@@ -231,7 +220,7 @@ def _numpy_type(x: Any) -> Any:
 
 def library_cases() -> dict[str, timing.Case]:
     """One token of float32 in each array library, new outputs, tables ready."""
-    call = call_of(1, (32, 8), torch.float32)
+    call = call_of(1, (32, 8), "float32")
     arrays = {"torch": (call.q, call.k), "numpy": (call.q.numpy(), call.k.numpy())}
     try:
         jax = importlib.import_module("jax")
@@ -258,13 +247,8 @@ def errors() -> Iterator[tuple[str, float, float]]:
         at = call.positions.numpy()[:, None]
         wanted = [rotated(x.double().numpy(), "half", SPEC.base, at) for x in call[:2]]
         for name, case in cases(call).items():
-            got = [np.asarray(torch.as_tensor(y).double()) for y in case()]
-            error = max(
-                float(np.abs(y.reshape(want.shape) - want).max() / np.abs(want).max())
-                for y, want in zip(got, wanted, strict=True)
-            )
-            is_ours = name in TIME_LIMITS
-            yield f"{name} {dtype}", error, limit * (1 if is_ours else PEER_FACTOR)
+            allowed = limit if name in TIME_LIMITS else PEER_FACTOR * limit
+            yield f"{name} {dtype}", error(case(), wanted), allowed
 
 
 def in_a_loop(cases: dict[str, timing.Case], sizes: Sizes) -> Group:
@@ -279,12 +263,9 @@ def in_a_loop(cases: dict[str, timing.Case], sizes: Sizes) -> Group:
     return {name: each.median * 1e6 / sizes.calls for name, each in measured.items()}
 
 
-def after_a_product(
-    cases: dict[str, timing.Case], sizes: Sizes, dtype: torch.dtype, batch: int
-) -> Group:
+def after_a_product(cases: dict[str, timing.Case], sizes: Sizes, q: torch.Tensor) -> Group:
     """Microseconds of a call behind a product with a square weight of the model's width."""
-    x = torch.randn(batch, sizes.width).to(dtype)
-    weight = torch.randn(sizes.width, sizes.width).to(dtype)
+    x, weight = (torch.randn(rows, sizes.width).to(q.dtype) for rows in (len(q), sizes.width))
     with torch.no_grad():
         measured = timing.measure(
             cases, rounds=sizes.rounds, between=lambda: torch.nn.functional.linear(x, weight)
@@ -318,7 +299,7 @@ def verdicts(report: dict[str, Any]) -> Iterator[tuple[str, float, float, bool]]
 
 def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page: machine, limits, every median."""
-    facts = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    machine = command.machine(report)
     rows = [
         (name, f"{measured:.2f}", f"<= {limit}", "met" if met else "**missed**")
         for name, measured, limit, met in report["bars"]
@@ -336,7 +317,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     return f"""\
 # One token, measured {report["date"]}
 
-{facts}; {report["threads"]} threads. `python -m benchmarks.decode` prints this page.
+{machine}. `python -m benchmarks.decode` prints this page.
 head_dim 128, one token for each row of the batch; medians of one run, in microseconds.
 
 {command.table(("worst of all shapes and types", "measured", "limit", ""), rows)}

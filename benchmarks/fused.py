@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -63,19 +62,15 @@ Group = dict[str, float]  # case -> median microseconds
 def main() -> None:
     """Compare with float64, measure, print, write."""
     parser = command.parser(__doc__)
-    parser.add_argument(
-        "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
-        help="print the table of a file; default: of the newest results",
-    )  # fmt: skip
+    command.add_table(parser, "the table of a file")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.set_defaults(seconds=5.0, tokens=2048)
     given = command.parsed(
         parser, {"tokens": CHECKED, "seconds": 0.01, "dtype": DTYPES[1:]}, command.RESULTS
     )
     if given.table is not None:
-        path = given.table
-        newest = max(path.glob("????-??-??-fused.json")) if path.is_dir() else path
-        print(table(json.loads(newest.read_text())["groups"]))
+        report = json.loads(command.newest(given.table, "fused").read_text())
+        print(table(report["groups"]))
         return
     torch.manual_seed(0)
     made = checked = {dtype: cases(dtype, CHECKED) for dtype in given.dtype}
@@ -92,10 +87,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "groups": groups,
     }
-    text = as_markdown(report)
-    print(text)
-    files = {".md": text, ".json": json.dumps(report, indent=1) + "\n"}
-    command.write(given.out, {f"{date}-fused{end}": files[end] for end in files})
+    command.publish(given.out, f"{date}-fused", as_markdown(report), report)
 
 
 def operands(dtype: str, tokens: int) -> tuple[Tensor, ...]:
@@ -250,11 +242,11 @@ def table(groups: dict[str, Group]) -> str:
 
 def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
-    facts = ", ".join(f"{key} {value}" for key, value in report["versions"].items())
+    machine = command.machine(report)
     return f"""\
 # Fused calls, measured {report["date"]}
 
-{facts}; {report["threads"]} threads. `python -m benchmarks.fused` prints this page and says how it
+{machine}. `python -m benchmarks.fused` prints this page and says how it
 measures. 2048 tokens, q {HEADS[0]} and k {HEADS[1]} heads of {SPEC.head_dim}; in bold what misses
 its limit.
 

@@ -29,13 +29,12 @@ from rotary import Rotary, apply, cos_sin, rotate
 from rotary import bench as timing
 
 from . import command
-from .reference import rotated
+from .reference import LIMITS, error, rotated
 
 BASE = 500_000.0
 NOISE = 0.1  # of a ratio, from run to run
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("half", "interleaved")
-LIMITS = {"float32": 2.0**-21, "bfloat16": 2.0**-7}
 Function = Callable[..., Any]
 Group = tuple[dict[str, Function], tuple[Any, ...]]  # functions to compile, their arguments
 
@@ -120,9 +119,8 @@ def errors(
     wanted = rotated(x, layout, BASE)
     for name, function in functions.items():
         if name != "copy":
-            got = np.asarray(jax.jit(function)(*arguments)[0][:, :1]).astype(np.float64)
-            error = np.abs(got - wanted).max() / np.abs(wanted).max()
-            yield f"{name} {dtype} {layout}", float(error), LIMITS[dtype]
+            got = jax.jit(function)(*arguments)[0][:, :1]
+            yield f"{name} {dtype} {layout}", error([got], [wanted]), LIMITS[dtype]
 
 
 def measured(

@@ -22,7 +22,8 @@ from rotary.kernels import kernel_of
 from rotary.kernels.geometry import Options
 
 from . import command
-from .reference import rotated
+from .reference import LIMITS as ROUNDED
+from .reference import error, rotated
 
 PLAIN = Rotary(head_dim=128, base=500_000.0)
 LATENT = Rotary(head_dim=576, rotary_dim=64, start=512)
@@ -32,16 +33,14 @@ CACHES = {
     "flat (slots, 8, 128)": ((8, 128), PLAIN),
     "latents (blocks, 16, 576)": ((16, 576), LATENT),
 }
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # type -> largest error, as a share of the largest key
 LIMITS = {
-    torch.float32: 2.0**-21,
-    torch.bfloat16: 2.0**-7,
-    torch.float16: 2.0**-10,
+    **{dtype: ROUNDED[str(dtype).removeprefix("torch.")] for dtype in FLOATS},
     torch.int8: 1 / 120,
     torch.float8_e4m3fn: 1 / 16,
     torch.float8_e5m2: 1 / 8,
 }
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SPEED_LIMIT = 0.8  # of a copy at least, for FLOATS; keys of 8 bits have no limit
 CASES = "move", "copy", "memory", "instructions"
 MOVES = (1, 10, 100, 1000)
@@ -123,8 +122,7 @@ def errors() -> Iterator[tuple[str, float, float]]:
                 )
                 wanted[block, ..., start:stop] = turned.reshape(part.shape)
             rerotate(keys, spec, blocks=blocks, shift=shift, out=keys)
-            error = np.abs(keys.double().numpy() - wanted).max() / np.abs(wanted).max()
-            yield f"{name} {name_of(dtype)}", float(error), limit
+            yield f"{name} {name_of(dtype)}", error([keys], [wanted]), limit
 
 
 def times(size: int, rounds: int) -> Iterator[tuple[str, torch.dtype, dict[str, float]]]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +56,11 @@ QUICK = Plan({1: 3, 64: 3}, 64, 128, 10, 1024, 1, False)
 def main() -> None:
     """Verify, measure, print, write."""
     parser = command.parser(__doc__)
-    parser.add_argument(
-        "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
-        help="print the tables of docs/numbers.md; default: of the newest results",
-    )  # fmt: skip
+    command.add_table(parser, "the tables of docs/numbers.md")
     parser.set_defaults(plan=FULL)
     given = command.parsed(parser, {"plan": QUICK}, command.RESULTS)
     if given.table is not None:
-        print(short_tables(json.loads(newest(given.table).read_text())))
+        print(short_tables(json.loads(command.newest(given.table).read_text())))
         return
     torch.manual_seed(0)
     verify.gate(given.plan.compiled)
@@ -81,15 +77,7 @@ def main() -> None:
         "bars": [dict(zip(("bar", "measured", "limit", "met"), each, strict=True))
                  for each in verdicts(rows, given.plan)],
     }  # fmt: skip
-    text = as_markdown(report)
-    print(text)
-    files = {".md": text, ".json": json.dumps(report, indent=1) + "\n"}
-    command.write(given.out, {report["date"] + suffix: text for suffix, text in files.items()})
-
-
-def newest(path: Path) -> Path:
-    """The file itself, or the newest DATE.json of a folder."""
-    return max(path.glob("????-??-??.json")) if path.is_dir() else path
+    command.publish(given.out, report["date"], as_markdown(report), report)
 
 
 def groups(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
@@ -312,7 +300,7 @@ def _group_of(peer: str, dtype: str, plan: Plan) -> str:
 
 def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page: machine, limits, every median."""
-    facts = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
+    machine = command.machine(report)
     bars = [
         (bar["bar"], f"{bar['measured']:.2f}", bar["limit"], "met" if bar["met"] else "**missed**")
         for bar in report["bars"]
@@ -325,7 +313,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     return f"""\
 # Measured {report["date"]}
 
-{facts}; {report["threads"]} threads. `python -m benchmarks.run` prints this page.
+{machine}. `python -m benchmarks.run` prints this page.
 Llama-3-8B shape: q 32 heads, k 8 heads, head_dim 128, one sequence; medians of one run.
 
 {command.table(("bar", "measured", "limit", ""), bars)}

@@ -22,14 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from rotary import Rotary, cos_sin, rotate
 from rotary import bench as timing
 
 from . import command, decode, ggml, roofline
-from .reference import rotated
+from .reference import LIMITS, error, rotated
 
 BASE = 500_000.0
 DIM = 128
@@ -54,10 +53,7 @@ Group = dict[str, float]
 def main() -> None:
     """Compare with float64, measure, print, write."""
     parser = command.parser(__doc__)
-    parser.add_argument(
-        "--table", type=Path, nargs="?", const=command.RESULTS, metavar="JSON",
-        help="print and draw the table of a file; default: of the newest results",
-    )  # fmt: skip
+    command.add_table(parser, "and draw the table of a file")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="where its libraries are")
@@ -66,8 +62,7 @@ def main() -> None:
         parser, {"tokens": (16, 32), "seconds": 0.01, "dtype": DTYPES[:1]}, command.RESULTS
     )
     if given.table is not None:
-        path = given.table
-        newest = max(path.glob("????-??-??-sizes.json")) if path.is_dir() else path
+        newest = command.newest(given.table, "sizes")
         groups = json.loads(newest.read_text())["groups"]
         print(table(groups))
         draw(groups, newest.with_suffix(".png"))
@@ -95,10 +90,7 @@ def main() -> None:
         "bandwidth": bandwidth,
         "groups": groups,
     }
-    text = as_markdown(report)
-    print(text)
-    files = {".md": text, ".json": json.dumps(report, indent=1) + "\n"}
-    command.write(given.out, {f"{date}-sizes{end}": files[end] for end in files})
+    command.publish(given.out, f"{date}-sizes", as_markdown(report), report)
     if given.out is not None:
         draw(groups, given.out / f"{date}-sizes.png")
 
@@ -182,7 +174,7 @@ def cases(
 def errors(folder: Path | None) -> Iterator[tuple[str, float, float]]:
     """(what, largest error over the largest result, limit) of the first call of every case."""
     for dtype in DTYPES:
-        limit = decode.LIMITS[getattr(torch, dtype)]
+        limit = LIMITS[dtype]
         allowed = {VLLM: decode.PEER_FACTOR * limit, GGML: max(GGML_ERROR, limit)}
         for layout in LAYOUTS:
             made = cases(layout, dtype, (4, 2), 515, folder)
@@ -190,10 +182,8 @@ def errors(folder: Path | None) -> Iterator[tuple[str, float, float]]:
             wanted = [rotated(x, layout, BASE) for x in inputs]
             for case in made:
                 if case != COPY:
-                    got = [y.double().numpy() for y in made[case]()]  # type: ignore[attr-defined]
-                    error = max(float(np.abs(y - want).max() / np.abs(want).max())
-                                for y, want in zip(got, wanted, strict=True))  # fmt: skip
-                    yield f"{case} {dtype} {layout}", error, allowed.get(case, limit)
+                    found = error(made[case](), wanted)
+                    yield f"{case} {dtype} {layout}", found, allowed.get(case, limit)
 
 
 def compared(made: dict[str, timing.Case], seconds: float) -> Group:
@@ -280,7 +270,7 @@ def table(groups: dict[str, Group]) -> str:
 
 def as_markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
-    facts = ", ".join(f"{key} {value}" for key, value in report["versions"].items())
+    machine = command.machine(report)
     groups = report["groups"]
     found = [each for label, group in groups.items()
              for each in verdicts(group, label.split()[0])]  # fmt: skip
@@ -304,7 +294,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     return f"""\
 # Every size, measured {report["date"]}
 
-{facts}; {report["threads"]} threads. `python -m benchmarks.sizes` prints this page and says how it
+{machine}. `python -m benchmarks.sizes` prints this page and says how it
 measures. head_dim {DIM}, one sequence; times over that of a copy of the same bytes.
 Most: {"; ".join(f"{dtype} {out} and in place {own}" for dtype, (out, own) in TIME_LIMITS.items())}.
 {". ".join([*counts, *peers])}.

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = (ROOT / "docs" / "numbers.md").read_text()
 README = (ROOT / "README.md").read_text().split("\n## Numbers\n")[1].split("\n## ")[0]
 LIMITS = NUMBERS.split("\n## Limits on a CPU\n")[1].split("\n## ")[0]
-NEWEST = run.newest(command.RESULTS)
+NEWEST = command.newest(command.RESULTS)
 
 
 @pytest.fixture
