@@ -19,17 +19,17 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
 from . import command, gpu_cases, gpu_clock, gpu_fused, gpu_page, gpu_peers, gpu_plan
-from .gpu_cases import Case, buffers_of, flat_buffers, tables_of
+from .gpu_cases import Buffers, Case, buffers_of, flat_buffers, tables_of
 from .gpu_clock import Entry, add, attempted
 from .gpu_gate import LIMITS, PEER_LIMITS, error_of, poisoned
 from .gpu_page import Report, Rows
@@ -139,18 +139,11 @@ def compiled(part: str, index: int, device: str = "cuda") -> list[str]:
     """Call every case of a line once; what failed."""
     line = list(gpu_plan.lines(part))[index]
     there = gpu_peers.found()[0] if part in ("peers", "tuned") else {}
-    if part == "fused":
-        tables, buffers = tables_of(line.work, device), gpu_fused.buffers(line.work, device)
-        cases: Mapping[str, Case] = {
-            who: case.call for who, case in gpu_fused.cases_of(line.work, tables, device).items()
-        }
-    else:
-        cases = cases_of(line, there, device)
-        has_grads = any(who.endswith("backward") for who in cases)
-        buffers = buffers_of(line.work, device, has_grads) if cases else None
+    cases = cases_of(line, there, device)
+    buffers = buffers_for(line, cases, device) if cases else None
     failed = []
     for who, case in cases.items():
-        told = attempted(lambda case=case: {"done": case(buffers) is not None})
+        told = attempted(lambda case=case: {"done": case.call(buffers) is not None})
         failed += [f"{part} {line.name} {who}: {told['failed']}"] if "failed" in told else []
     if device == "cuda":
         torch.cuda.synchronize()
@@ -161,7 +154,6 @@ def measured(part: str, lines: Sequence[Line], deadline: float, out: Path | None
     """Lines of a part, twice, between copies; written to `out` after each of them."""
     there, missing = gpu_peers.found() if part in ("peers", "tuned") else ({}, {})
     rows: Rows = {}
-    into = gpu_fused.collect if part == "fused" else collect
     report: Report = {
         "dates": [datetime.date.today().isoformat()],
         "facts": [*gpu_clock.facts(), *(f"{name}: {why}" for name, why in missing.items())],
@@ -174,7 +166,7 @@ def measured(part: str, lines: Sequence[Line], deadline: float, out: Path | None
         for line in lines:
             if time.monotonic() < deadline:
                 found = rows.setdefault(line.name, {})
-                told = attempted(lambda f=found, each=line: into(f, each, there))
+                told = attempted(lambda f=found, each=line: collect(f, each, there))
                 if told:
                     found["rotary"] = told
                 report["skipped"].remove(f"{part}, pass {number}: {line.name}")
@@ -207,7 +199,10 @@ def collect(
     device: str = "cuda",
     timers: Mapping[str, gpu_clock.Timer] = gpu_clock.TIMERS,
 ) -> None:
-    """Add one pass over a line to what was found of it."""
+    """Add one pass over a line to what was found of it.
+
+    `share` is the time of a copy of as many bytes as must be moved over that of the call.
+    """
     work, timer = line.work, timers[line.kind]
     cases = cases_of(line, there, device)
     if not cases:
@@ -215,7 +210,7 @@ def collect(
     for who, case in cases.items():  # before there are buffers: each check has its own
         entry = found.setdefault(who, {})
         if "ulp" not in entry and "failed" not in entry:
-            entry |= attempted(partial(checked, who, case, work, device))
+            entry |= attempted(case.check)
     l2, is_host = gpu_clock.l2_bytes(device), line.kind == "host"
     sets = 1 if is_host else gpu_plan.sets_of(work, l2)
     launches = gpu_plan.launches_of(work, sets)
@@ -226,30 +221,57 @@ def collect(
         add(found.setdefault(COPY, {}), told)
         copy = told.get("us")
         del flat
-    has_grads = any(who.endswith("backward") for who in cases)
-    buffers = [buffers_of(work, device, has_grads) for _ in range(sets)]
+    buffers = [buffers_for(line, cases, device) for _ in range(sets)]
     for who, case in cases.items():
         if "failed" in found[who]:
             continue
-        told = attempted(lambda case=case: {"us": timer(case, buffers, launches)})
+        told = attempted(lambda case=case: {"us": timer(case.call, buffers, launches)})
         if copy and "us" in told:
-            told["share"] = copy * work.moved(_way(who)) / work.moved("out=") / told["us"]
+            told["share"] = copy * case.moved / work.moved("out=") / told["us"]
         if line.kind == "prefill" and who == OURS and "us" in told:
-            told |= attempted(lambda case=case: {"do_bench": timers["do_bench"](case, buffers, 1)})
+            told |= attempted(lambda c=case.call: {"do_bench": timers["do_bench"](c, buffers, 1)})
+        if line.kind == "fused" and work.seq == 1:
+            told |= attempted(lambda c=case.call: {"host": timers["host"](c, buffers, 1)})
         add(found[who], told)
         found[who]["in_cache"] = not is_host and gpu_plan.is_in_cache(work, sets, l2)
 
 
-def cases_of(line: Line, there: Mapping[str, Any], device: str) -> dict[str, Case]:
+class Timed(NamedTuple):
+    """A case of a line: its call, the bytes that this must read and write, and its check."""
+
+    call: Case
+    moved: float
+    check: Callable[[], Entry]
+
+
+def cases_of(line: Line, there: Mapping[str, Any], device: str) -> dict[str, Timed]:
     """Ours and the peers that are there, by the names of the table."""
-    tables = tables_of(line.work, device)
+    work, tables = line.work, tables_of(line.work, device)
+    if line.kind == "fused":
+        return {
+            who: Timed(each.call, gpu_fused.moved_bytes(each, work),
+                       partial(gpu_fused.checked, each, work, device))
+            for who, each in gpu_fused.cases_of(work, tables, device).items()
+        }  # fmt: skip
     if line.kind == "ablation":
         kernel = importlib.import_module("rotary.kernels.triton.kernel")
-        return gpu_cases.ablations(line.work, tables, kernel)
-    if line.peers in ("plain", "tuned"):
+        cases = gpu_cases.ablations(work, tables, kernel)
+    elif line.peers in ("plain", "tuned"):
         has_backward, is_tuned = "backward" in line.ways, line.peers == "tuned"
-        return gpu_peers.peer_cases(line.work, tables, there, is_tuned, has_backward)
-    return {f"rotary {way}": gpu_cases.ours(way, line.work, tables) for way in line.ways}
+        cases = gpu_peers.peer_cases(work, tables, there, is_tuned, has_backward)
+    else:
+        cases = {f"rotary {way}": gpu_cases.ours(way, work, tables) for way in line.ways}
+    return {
+        who: Timed(case, work.moved(_way(who)), partial(checked, who, case, work, device))
+        for who, case in cases.items()
+    }
+
+
+def buffers_for(line: Line, cases: Iterable[str], device: str) -> Buffers:
+    """The tensors of one call of any of these cases."""
+    if line.kind == "fused":
+        return gpu_fused.buffers(line.work, device)
+    return buffers_of(line.work, device, any(who.endswith("backward") for who in cases))
 
 
 def checked(who: str, case: Case, work: Work, device: str) -> Entry:

@@ -96,6 +96,7 @@ TIMERS: Mapping[str, Timer] = {
     "decode": graph_us,
     "host": host_us,
     "ablation": graph_us,
+    "fused": graph_us,
     "do_bench": cold_us,
 }
 

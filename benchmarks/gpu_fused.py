@@ -14,11 +14,10 @@ from torch.nn.functional import rms_norm
 
 from rotary import KVCache, Norm, fused, rotate
 
-from . import gpu_clock, gpu_plan
-from .gpu_cases import Buffers, Tables, buffers_of, copied, flat_buffers, tables_of
-from .gpu_clock import Entry, add, attempted
+from .gpu_cases import Buffers, Tables, buffers_of
+from .gpu_clock import Entry
 from .gpu_gate import exact_angles
-from .gpu_plan import COPY, ITEMSIZE, Line, Work
+from .gpu_plan import ITEMSIZE, Work
 
 EPS = 1e-6
 # Largest error of a result, in eps of bfloat16 times the length of its pair: rounded once, and the
@@ -105,38 +104,8 @@ def cases_of(work: Work, tables: Tables, device: str) -> Mapping[str, Fused]:
     }  # fmt: skip
 
 
-def collect(found: dict[str, Entry], line: Line, there: object, device: str = "cuda") -> None:
-    """Add one pass over a line to what was found of it: times, and of one token those of the host.
-
-    `share` is the time of a copy of as many bytes as must be moved over that of the call.
-    """
-    work = line.work
-    cases = cases_of(work, tables_of(work, device), device)
-    for name, case in cases.items():
-        entry = found.setdefault(name, {})
-        if "ulp" not in entry and "failed" not in entry:
-            entry |= attempted(lambda case=case: _checked(case, work, device))
-    l2 = gpu_clock.l2_bytes(device)
-    sets = gpu_plan.sets_of(work, l2)
-    launches = gpu_plan.launches_of(work, sets)
-    flat = [flat_buffers(work, device) for _ in range(sets)]
-    copy = gpu_clock.graph_us(copied, flat, launches)
-    add(found.setdefault(COPY, {}), {"us": copy})
-    del flat
-    every = [buffers(work, device) for _ in range(sets)]
-    for name, case in cases.items():
-        if "failed" in found[name]:
-            continue
-        told = attempted(lambda case=case: {"us": gpu_clock.graph_us(case.call, every, launches)})
-        if "us" in told:
-            told["share"] = copy * moved_bytes(case, work) / (2 * work.bytes) / told["us"]
-        if work.seq == 1:
-            told |= attempted(lambda case=case: {"host": gpu_clock.host_us(case.call, every, 1)})
-        add(found[name], told)
-        found[name]["in_cache"] = gpu_plan.is_in_cache(work, sets, l2)
-
-
-def _checked(case: Fused, work: Work, device: str) -> Entry:
+def checked(case: Fused, work: Work, device: str) -> Entry:
+    """The entry of a case before it is timed: its error, and whether that is too large."""
     ulp, limit = error_of(case, work, device), LIMITS[case.limit]
     return {"ulp": ulp} | ({} if ulp <= limit else {"failed": f"wrong by {ulp:.3g}, not {limit:g}"})
 

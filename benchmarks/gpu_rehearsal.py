@@ -95,11 +95,12 @@ def rehearsed(line: Line, there: Mapping[str, Any]) -> dict[str, dict[str, Any]]
     from rotary.kernels.triton import kernel
 
     found: dict[str, dict[str, Any]] = {}
-    if line.kind == "fused":
-        with mock.patch.object(torch, "compile", lambda call, **_: call):
-            told = gpu.attempted(lambda: gpu_fused.collect(found, short(line), there, "cpu"))
-        return found | ({"rotary": told} if told else {})
-    with fitting(line), mock.patch.object(kernel, "_run", wraps=kernel._run) as run:
+    plain = mock.patch.object(torch, "compile", lambda call, **_: call)
+    with (
+        fitting(line),
+        plain if line.kind == "fused" else contextlib.nullcontext(),
+        mock.patch.object(kernel, "_run", wraps=kernel._run) as run,
+    ):
         told = gpu.attempted(lambda: gpu.collect(found, short(line), there, "cpu"))
     ours = [who for who in found if who.startswith("rotary ") or line.kind == "ablation"]
     if len(ours) > run.call_count:
@@ -109,11 +110,10 @@ def rehearsed(line: Line, there: Mapping[str, Any]) -> dict[str, dict[str, Any]]
 
 def written(part: str, line: Line, folder: Path) -> list[str]:
     """A whole part of one line, twice, with its files; what failed."""
-    collect, of_fused = gpu.collect, gpu_fused.collect
+    collect = gpu.collect
     with (
         fitting(line),
         mock.patch.object(gpu, "collect", lambda *given: collect(*given, "cpu")),
-        mock.patch.object(gpu_fused, "collect", lambda *given: of_fused(*given, "cpu")),
         mock.patch.object(torch, "compile", lambda call, **_: call),
         mock.patch.object(gpu_clock, "empty_us", return_value=1.0),
         contextlib.redirect_stdout(io.StringIO()),
