@@ -170,12 +170,6 @@ def layers_differ(config: str, kinds: Iterable[str | None]) -> ValueError:
     return ValueError(f"{config}: layers differ; pass --layer-type, one of {listed}")
 
 
-def refuse_gguf(config: str) -> None:
-    """Refuse a GGUF file where keys of a config.json are needed."""
-    if is_gguf(config):
-        raise ValueError(f"{config}: a GGUF file; give the config.json of the model")
-
-
 def entry_of(config: str, layer_type: str | None, part: str | None) -> "ModelConfig | None":
     """Return what a config of transformers says; None for GGUF files and diffusers."""
     from ..configs import choose
@@ -194,3 +188,15 @@ def read_spec(config: str, layer_type: str | None, part: str | None = None) -> "
     if spec is None:
         raise ValueError(f"{config}: has no rotation")
     return spec
+
+
+def read_head(
+    config: str, layer_type: str | None, part: str | None
+) -> "tuple[Rotary, Rotary, ModelConfig | None]":
+    """Return the RoPE of a config, that of all channels of a head, and what the config says."""
+    from ..analysis.spectrum import whole_head
+
+    if is_gguf(config):
+        raise ValueError(f"{config}: a GGUF file; give the config.json of the model")
+    spec, entry = read_spec(config, layer_type, part), entry_of(config, layer_type, part)
+    return spec, whole_head(spec, entry.nope_head_dim if entry else 0), entry

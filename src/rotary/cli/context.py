@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..words import counted
-from .app import Config, Json, LayerType, Part, app, entry_of, read_spec, refuse_gguf
+from .app import Config, Json, LayerType, Part, app, read_head
 from .cluster import Dask, cluster
 from .terminal import bar, print_json, print_table, print_text
 
@@ -40,11 +40,9 @@ def decay(
     """
     from ..analysis.bounds import similarity
     from ..analysis.decay import decay_curve
-    from ..analysis.spectrum import whole_head
     from ..reach import distances_to, of_window, visible
 
-    refuse_gguf(config)
-    spec, entry = read_spec(config, layer_type, part), entry_of(config, layer_type, part)
+    spec, head, entry = read_head(config, layer_type, part)
     if length is None and entry is not None:
         length = entry.get("max_position_embeddings")
     if length is None:
@@ -52,7 +50,6 @@ def decay(
     asked, length = length, length if entry is None else visible(length, entry)
     distances = distances_to(length)
     curve = decay_curve(spec, distances, seq_len=length)
-    head = whole_head(spec, entry.nope_head_dim if entry else 0)
     alike = similarity(head, distances, seq_len=length)
     if plot is not None:
         from .. import plots

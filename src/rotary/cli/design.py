@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import Json, LayerType, Part, app, entry_of, read_spec, refuse_gguf
+from .app import Json, LayerType, Part, app, read_head
 from .context import Plot, check_targets, write_new
 from .terminal import bar, print_json, print_table, print_text, short
 
@@ -91,7 +91,6 @@ def design(
     whether B_m >= 0 is proved; --out writes them as factors of LongRoPE.
     """
     from ..analysis import bounds, ladders
-    from ..analysis.spectrum import whole_head
     from ..configs import as_longrope, replace_rope, rope_keys
     from ..spec import Rotary
 
@@ -99,16 +98,13 @@ def design(
     if config is None:
         if layer_type or part:
             raise ValueError("--layer-type and --part choose inside a config; give --from as well")
-        spec = Rotary(
+        spec = head = Rotary(
             head_dim=128 if head_dim is None else head_dim, base=10_000.0 if base is None else base
         )
     elif head_dim is not None or base is not None:
         raise ValueError("--head-dim and --base cannot be used with --from: the config has them")
     else:
-        refuse_gguf(config)
-        spec = read_spec(config, layer_type, part)
-    entry = None if config is None else entry_of(config, layer_type, part)
-    head = whole_head(spec, entry.nope_head_dim if entry else 0)
+        spec, head, _ = read_head(config, layer_type, part)
     if out is not None and config is not None:  # before the search: can this config say a result?
         plain = dataclasses.replace(spec, schedule="default", params={})
         replace_rope(config, as_longrope(plain, length), length, layer_type, part=part)
