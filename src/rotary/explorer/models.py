@@ -133,13 +133,12 @@ def cut(config: dict[str, JSON], layer_type: str | None) -> dict[str, JSON]:
             left -= size + READING
             if left < 0 or (part is kept and key == "model_type"):
                 continue
-            order, value = list(part), part.pop(key)
+            before, value = dict(part), part.pop(key)
             if _facts(kept, layer_type) == original:
                 size -= long[key]
                 continue
-            rest = {**part, key: value}
             part.clear()
-            part.update({name: rest[name] for name in order})
+            part.update(before)  # in the same order
             if isinstance(value, dict):
                 look_in(value)
 

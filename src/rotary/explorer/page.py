@@ -38,25 +38,19 @@ def page() -> str:
         "max_pasted": MAX_PASTED,
         "max_head_dim": MAX_HEAD_DIM,
     }
-    groups: dict[str, dict[str, str]] = {}
-    for name, view in VIEWS.items():
-        groups.setdefault(view.group, {})[name] = html.escape(view.title)
+    radios, options = "", ""
+    for group in dict.fromkeys(view.group for view in VIEWS.values()):
+        radios += f'<div class="group"><b>{group}</b>'
+        options += f'<optgroup label="{group}">'
+        for name, view in VIEWS.items():
+            if view.group == group:
+                title = html.escape(view.title)
+                radios += f'<label><input type="radio" name="view" value="{name}">{title}</label>'
+                options += f'<option value="{name}">{title}</option>'
+        radios, options = f"{radios}</div>", f"{options}</optgroup>"
     return string.Template(file("page.html")).substitute(
-        radios="".join(
-            f'<div class="group"><b>{group}</b>'
-            + "".join(
-                f'<label><input type="radio" name="view" value="{name}">{title}</label>'
-                for name, title in titles.items()
-            )
-            + "</div>"
-            for group, titles in groups.items()
-        ),
-        choices="".join(
-            f'<optgroup label="{group}">'
-            + "".join(f'<option value="{name}">{title}</option>' for name, title in titles.items())
-            + "</optgroup>"
-            for group, titles in groups.items()
-        ),
+        radios=radios,
+        choices=options,
         side_a=sides.substitute(choices, side="a", title="A"),
         side_b=sides.substitute(choices, side="b", title="B"),
     )
@@ -78,17 +72,17 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
     view = VIEWS[state.view]
     figures = "ab" if state.compared and not view.is_of_two else "a"
     pictures, errors, no_config = {}, {}, {}
-    for letters in ["ab"] if view.is_of_two else figures:
+    for letter in figures:
         try:
-            picture = _of_sides(state, letters)
+            picture = _drawn(state, letter)
         except ValueError as error:
             errors[getattr(error, "field", "view")] = str(error)[:400]
         else:
-            pictures[letters[0]] = {"title": _title(state, letters), **picture.data()}
+            pictures[letter] = {"title": _title(state, letter), **picture.data()}
             try:
-                config_json(state, letters[0])
+                config_json(state, letter)
             except ValueError as error:
-                no_config[letters[0]] = str(error)[:400]
+                no_config[letter] = str(error)[:400]
     return {
         "fields": to_fields(state),
         "query": to_query(state),
@@ -103,16 +97,22 @@ def drawn(fields: Mapping[str, object], changed: str = "") -> dict[str, object]:
     }
 
 
-def _of_sides(state: State, letters: str) -> Picture:
-    """Return the picture of one side, or of both; FieldError names the control that is wrong."""
-    looks = [state.look(letter) for letter in letters]
+def _letters(state: State, letter: str) -> str:
+    """Return the sides that the picture of a side shows: both, for a view of two."""
+    return "ab" if VIEWS[state.view].is_of_two else letter
+
+
+def _drawn(state: State, letter: str) -> Picture:
+    """Return the picture of a side; FieldError names the control that is wrong."""
+    looks = [state.look(each) for each in _letters(state, letter)]
     try:
         return _picture(state.view, *looks)
     except FieldError as error:
-        raise error.of(letters[0]) from error
+        raise error.of(letter) from error
 
 
-def _title(state: State, letters: str) -> str:
+def _title(state: State, letter: str) -> str:
+    letters = _letters(state, letter)
     return "; ".join(f"{each.upper()}: {state.side(each).title()}" for each in letters)
 
 
@@ -155,14 +155,13 @@ def certified(fields: Mapping[str, object]) -> dict[str, object]:
 
 def numbers_csv(state: State, letter: str) -> str:
     """Return the columns of the picture of one side, as CSV."""
-    return _of_sides(state, _letters(state, letter)).csv()
+    return _drawn(state, letter).csv()
 
 
 def figure_html(state: State, letter: str) -> str:
     """Return the picture of one side as a page of one file: figure, words, script, style."""
-    letters = _letters(state, letter)
-    picture = _of_sides(state, letters)
-    title = f"{VIEWS[state.view].title}: {_title(state, letters)}"
+    picture = _drawn(state, letter)
+    title = f"{VIEWS[state.view].title}: {_title(state, letter)}"
     return FIGURE.format(
         title=html.escape(title),
         words=html.escape(picture.words),
@@ -170,11 +169,6 @@ def figure_html(state: State, letter: str) -> str:
         script="".join(map(file, SCRIPTS)),
         data=as_script(picture.data()),
     )
-
-
-def _letters(state: State, letter: str) -> str:
-    """Return the sides that the picture of a side shows: both, for a view of two."""
-    return "ab" if VIEWS[state.view].is_of_two else letter
 
 
 def config_json(state: State, letter: str) -> str:
