@@ -250,15 +250,13 @@ def size(count: int | None) -> str:
 
 def moved_table(model: Model) -> str:
     """Bytes that RoPE moves per device and layer, for each way to share the work."""
-    split = [world for world in (8, 32, 128) if heads(model, world, "heads")]
-    ways = [("batch", "any")]
-    ways += [("heads", str(world)) for world in split]
-    ways += [("sequence", str(world)) for world in WORLDS]
+    ways = [("batch", 1)]
+    ways += [("heads", world) for world in (8, 32, 128) if heads(model, world, "heads")]
+    ways += [("sequence", world) for world in WORLDS]
     rows = []
     for sharding, world in ways:
-        count = 1 if world == "any" else int(world)
-        cells = [size(rotated(model, seq, count, sharding)) for seq in LENGTHS.values()]
-        rows.append([sharding, world, *cells])
+        cells = [size(rotated(model, seq, world, sharding)) for seq in LENGTHS.values()]
+        rows.append([sharding, "any" if world == 1 else str(world), *cells])
     return table(["split by", "devices", *LENGTHS], rows)
 
 
@@ -273,6 +271,7 @@ def memory_table(model: Model) -> str:
 
 
 CASES = (("128k", 8), ("1M", 64), ("10M", 1024))
+ON = [f"{name} on {world}" for name, world in CASES]  # heads of their columns
 
 
 def places_table(model: Model) -> str:
@@ -287,17 +286,15 @@ def places_table(model: Model) -> str:
             for _, here, count in same
         ]
         rows.append([same[0][0], *cells])
-    return table(["where k is rotated", *(f"{name} on {world}" for name, world in CASES)], rows)
+    return table(["where k is rotated", *ON], rows)
 
 
 def alternatives_table(model: Model) -> str:
     """What other designs would send."""
     each = [list(alternatives(model, LENGTHS[name], world)) for name, world in CASES]
     rows = [[same[0][0], *(size(count) for _, count in same)] for same in zip(*each, strict=True)]
-    return table(
-        ["received by one device", *(f"{name} on {world}" for name, world in CASES)],
-        [["RoPE of this library", *["0 B"] * len(CASES)], *rows],
-    )
+    rows = [["RoPE of this library", *["0 B"] * len(CASES)], *rows]
+    return table(["received by one device", *ON], rows)
 
 
 def balance_table() -> str:
@@ -307,7 +304,7 @@ def balance_table() -> str:
         [label, *(f"{balance(order, LENGTHS[name], world):.7g}" for name, world in CASES)]
         for label, order in orders.items()
     ]
-    return table(["order", *(f"{name} on {world}" for name, world in CASES)], rows)
+    return table(["order", *ON], rows)
 
 
 def precision_table() -> str:
@@ -370,8 +367,7 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
 
 def latest() -> dict[str, Any]:
     """The newest report that was written."""
-    report: dict[str, Any] = json.loads(max(RESULTS.glob("*.json")).read_text())
-    return report
+    return json.loads(command.newest(RESULTS).read_text())
 
 
 def main() -> None:
