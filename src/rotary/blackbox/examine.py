@@ -192,21 +192,11 @@ def _explain(turning: Turning, findings: list[Finding], max_position: int) -> An
         turning, rates, explained, finding = by_length
         findings = [each for each in findings if each.code != finding.code] + [finding]
     answer = Answer(None, tuple(findings), not uneven, amplitude, rates.inv_freq)
+    head = box.head_dim, pairs.rotary_dim, pairs.start, pairs.layout, pairs.out_layout
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # findings report unusual values
-            spec = Rotary(
-                head_dim=box.head_dim,
-                rotary_dim=pairs.rotary_dim,
-                start=pairs.start,
-                base=explained.base,
-                layout=pairs.layout,
-                out_layout=pairs.out_layout,
-                schedule=explained.schedule,
-                params=explained.params,
-                axes=rates.axes.tolist() if box.num_axes > 1 else (),
-                sign=rates.sign,
-            )
+            spec = explained.spec(head, rates.axes, rates.sign)
     except ValueError as error:
         return dataclasses.replace(answer, findings=(*findings, Finding("no_spec", str(error))))
     by_position = any(each.code == "depends_on_position" for each in findings)

@@ -16,6 +16,7 @@ import numpy as np
 from ..analysis.precision import round_to
 from ..kernels import Numbers as Array
 from ..schedules import SCHEDULES
+from ..spec import Rotary
 from ..strict_json import JSON
 from .pairs import wrapped
 
@@ -51,6 +52,22 @@ class Fit(NamedTuple):
     params: Mapping[str, JSON]
     inv_freq: Array
     factor: float = 1.0
+
+    def spec(self, head: tuple[int, int, int, str, str], axes: Array, sign: int) -> Rotary:
+        """Return the spec of a `head`: head_dim, rotary_dim, start, layout and out_layout."""
+        head_dim, rotary_dim, start, layout, out_layout = head
+        return Rotary(
+            head_dim=head_dim,
+            rotary_dim=rotary_dim,
+            start=start,
+            base=self.base,
+            layout=layout,
+            out_layout=out_layout,
+            schedule=self.schedule,
+            params=self.params,
+            axes=axes.tolist(),
+            sign=sign,
+        )
 
 
 Candidate = tuple[str, float, dict[str, JSON]]

@@ -168,19 +168,7 @@ def spec_of(rotation: Turned, positions: Array, frequencies: Array) -> Rotary:
     measured = Measured(
         inv_freq, noise, rotation.rotary_dim, rotation.amplitude, 4 * rotation.noise, len(by_axis)
     )
-    explained = fit(measured)
-    return Rotary(
-        head_dim=rotation.head_dim,
-        rotary_dim=rotation.rotary_dim,
-        start=rotation.start,
-        base=explained.base,
-        layout=rotation.layout,
-        out_layout=rotation.out_layout,
-        schedule=explained.schedule,
-        params=explained.params,
-        axes=axes.tolist() if len(by_axis) > 1 and axes.any() else (),
-        sign=sign,
-    )
+    return fit(measured).spec(rotation[:5], axes, sign)
 
 
 def _slopes(rotation: Turned, positions: Array) -> tuple[Array, Array]:
