@@ -159,11 +159,7 @@ def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
         yield from _ntk_mixed(size)
         yield from _geometric(ladder, many)
         yield from _bent(measured, tolerance)
-        own, rest = divmod(len(size), measured.num_axes)
-        if measured.num_axes > 1 and not rest:
-            for base in rounded(_ladder(size[:own], tolerance[:own])[0], range(1, 16)):
-                yield "axial", base, {"num_axes": measured.num_axes}
-        yield from _unequal(size, tolerance, measured.num_axes)
+        yield from _axial(size, tolerance, measured.num_axes)
     elif not size[turning:].any():
         ladder = _ladder(size[:turning], tolerance[:turning], len(size))
         yield from _geometric(ladder, few)  # the rest may be too slow to be seen
@@ -172,16 +168,18 @@ def _candidates(measured: Measured, level: str) -> Iterator[Candidate]:
             yield "proportional", base, {**share, **params}
 
 
-def _unequal(size: Array, tolerance: Array, num_axes: int) -> Iterator[Candidate]:
-    """Yield `axial` with axes of unequal shares: the frequencies of each axis start again at 1."""
+def _axial(size: Array, tolerance: Array, num_axes: int) -> Iterator[Candidate]:
+    """Yield `axial`: the frequencies of each axis start again at 1."""
     starts = np.flatnonzero(np.abs(size - 1) <= tolerance)
     if num_axes == 1 or len(starts) != num_axes or starts[0] != 0:
         return
     shares = np.diff([*starts, len(size)])
+    is_equal = (shares == shares[0]).all()
+    params = {"num_axes": num_axes} if is_equal else {"widths": (2 * shares).tolist()}
     at, own = max(zip(starts, shares, strict=True), key=lambda each: int(each[1]))
     ladder = _ladder(size[at : at + own], tolerance[at : at + own])
     for base in rounded(ladder[0], range(1, 16)):
-        yield "axial", base, {"widths": (2 * shares).tolist()}
+        yield "axial", base, params
 
 
 def _geometric(ladder: tuple[float, float], digits: range) -> Iterator[Candidate]:
