@@ -77,9 +77,9 @@ def main() -> None:
         return
     torch.manual_seed(0)
     command.gate(errors(), "complex numbers in float64")
-    loops, after = {}, {}
+    loops, after, often = {}, {}, (given.sizes.calls, min(given.sizes.rounds, 9))
     for name, call in calls(given.sizes):
-        loops[name] = in_a_loop(cases(call), given.sizes)
+        loops[name] = in_a_loop(cases(call), *often)
         after[name] = after_a_product(cases(call), given.sizes, call.q)
     report = {
         "date": datetime.date.today().isoformat(),
@@ -87,7 +87,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "after a product": after,
         "loop": loops,
-        "libraries": in_a_loop(library_cases(), given.sizes),
+        "libraries": in_a_loop(library_cases(), *often),
     }
     report["bars"] = [list(each) for each in verdicts(report)]
     command.publish(given.out, f"{report['date']}-decode", as_markdown(report), report)
@@ -251,16 +251,16 @@ def errors() -> Iterator[tuple[str, float, float]]:
             yield f"{name} {dtype}", error(case(), wanted), allowed
 
 
-def in_a_loop(cases: dict[str, timing.Case], sizes: Sizes) -> Group:
+def in_a_loop(cases: dict[str, timing.Case], calls: int, rounds: int) -> Group:
     """Microseconds of a call among many in a row."""
 
     def many(case: timing.Case) -> timing.Case:
-        return lambda: [case() and None for _ in range(sizes.calls)]
+        return lambda: [case() and None for _ in range(calls)]
 
     loops = {name: many(case) for name, case in cases.items()}
     with torch.no_grad():
-        measured = timing.measure(loops, rounds=min(sizes.rounds, 9))
-    return {name: each.median * 1e6 / sizes.calls for name, each in measured.items()}
+        measured = timing.measure(loops, rounds=rounds)
+    return {name: each.median * 1e6 / calls for name, each in measured.items()}
 
 
 def after_a_product(cases: dict[str, timing.Case], sizes: Sizes, q: torch.Tensor) -> Group:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rotary import Rotary, apply, cos_sin, rotate
 from rotary import bench as timing
 
-from . import command, peers, verify
+from . import command, decode, peers, verify
 
 BASE = 500_000.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -172,13 +172,8 @@ def _decode(spec: Rotary, dtype: torch.dtype, plan: Plan) -> dict[str, float]:
         **peers.transformers_cases(spec, q, k, plan.compiled),
         **peers.lucidrains_cases(spec, q, k),
     }
-
-    def many(case: timing.Case) -> timing.Case:
-        return lambda: [case() and None for _ in range(plan.calls)]
-
-    with torch.no_grad():
-        medians = _medians({name: many(case) for name, case in cases.items()}, _rounds(plan, 9))
-    return {name: spent / plan.calls for name, spent in medians.items()}
+    spent = decode.in_a_loop(cases, plan.calls, _rounds(plan, 9))
+    return {name: microseconds / 1e3 for name, microseconds in spent.items()}
 
 
 def _compiled(spec: Rotary, dtype: torch.dtype, plan: Plan) -> dict[str, float]:
