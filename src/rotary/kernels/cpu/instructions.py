@@ -3,14 +3,58 @@
 # mypy: ignore-errors
 # written with llvmlite, which has no types
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numba
 from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
 
 POINTER = ir.IntType(8).as_pointer()
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+# the arguments of an `emitted` function: a whole number, a float64, an argument of which only the
+# type matters, and one of which the function gets the type and the value
+INT, REAL, TAG, RECORD = types.int64, types.float64, "tag", "record"
+
+
+def tuple_of(count: int) -> types.Type:
+    """Return the type of a tuple of whole numbers."""
+    return types.UniTuple(INT, count)
+
+
+def emitted(
+    *kinds: types.Type | str, result: types.Type = types.void
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Decorate `function(b, *arguments)`, which emits instructions: compiled code can call it.
+
+    `kinds` are those of the arguments. The function gets their values, and returns that of the
+    result, None for `types.void`.
+    """
+
+    def decorate(function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)  # Numba reads the names of the arguments
+        def typed(context, *given):
+            own = [
+                each if kind in (TAG, RECORD) else kind
+                for kind, each in zip(kinds, given, strict=True)
+            ]
+
+            def generate(context, b, signature, values):
+                arguments = [
+                    each if kind is TAG else (each, value) if kind is RECORD else value
+                    for kind, each, value in zip(kinds, given, values, strict=True)
+                ]
+                value = function(b, *arguments)
+                return context.get_dummy_value() if result is types.void else value
+
+            return result(*own), generate
+
+        return intrinsic(typed)
+
+    return decorate
 
 
 def compiles_for(feature: str, elsewhere: bool) -> bool:

@@ -9,38 +9,26 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import vectors as vec
-from .instructions import compiles_for, function_of, members
+from .instructions import INT, REAL, compiles_for, emitted, members
 from .vectors import F32, F64, I32, I64
 
 
-@intrinsic
-def fence(context):
+@emitted()
+def fence(b):
     """Make streaming stores visible before anything that follows."""
-
-    def generate(context, b, signature, arguments):
-        b.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    b.fence("seq_cst")
 
 
-@intrinsic
-def take(context, address):
+@emitted(INT, result=INT)
+def take(b, address):
     """Return the int64 at an address and add 1 to it, atomically: no two threads get the same."""
-
-    def generate(context, b, signature, arguments):
-        pointer = b.inttoptr(arguments[0], I64.as_pointer())
-        return b.atomic_rmw("add", pointer, vec.constant(I64, 1, 1), "monotonic")
-
-    return types.int64(types.int64), generate
+    pointer = b.inttoptr(address, I64.as_pointer())
+    return b.atomic_rmw("add", pointer, vec.constant(I64, 1, 1), "monotonic")
 
 
-@intrinsic
-def load_int(context, address):
-    def generate(context, b, signature, arguments):
-        return vec.load(b, I64, arguments[0])
-
-    return types.int64(types.int64), generate
+@emitted(INT, result=INT)
+def load_int(b, address):
+    return vec.load(b, I64, address)
 
 
 def record(fields: np.dtype[np.void]) -> Callable[..., object]:
@@ -57,25 +45,6 @@ def record(fields: np.dtype[np.void]) -> Callable[..., object]:
     return at
 
 
-def whole_numbers_at(count: int) -> Callable[..., object]:
-    """Return a function for compiled code that reads ints of Python.
-
-    It takes the address of an array of `count` addresses, and holds the GIL.
-    """
-
-    @intrinsic
-    def read(context, objects):
-        def generate(context, b, signature, arguments):
-            convert = function_of(b.module, ir.FunctionType(I64, [I64]), "PyLong_AsLongLong")
-            places = [b.add(arguments[0], I64(8 * index)) for index in range(count)]
-            numbers = [b.call(convert, [vec.load(b, I64, place)]) for place in places]
-            return context.make_tuple(b, signature.return_type, numbers)
-
-        return types.UniTuple(types.int64, count)(types.int64), generate
-
-    return read
-
-
 @intrinsic
 def call_address(context, function, numbers):
     """Call a C function `void (int64_t, ...)` by its address, on a tuple of numbers."""
@@ -89,32 +58,21 @@ def call_address(context, function, numbers):
     return types.void(types.int64, types.UniTuple(types.int64, len(numbers))), generate
 
 
-@intrinsic
-def call_number(context, function):
+@emitted(INT, result=INT)
+def call_number(b, function):
     """Call a C function `int (void)` by its address, and return its result."""
-
-    def generate(context, b, signature, arguments):
-        kind = ir.FunctionType(I32, []).as_pointer()
-        return b.sext(b.call(b.inttoptr(arguments[0], kind), []), I64)
-
-    return types.int64(types.int64), generate
+    kind = ir.FunctionType(I32, []).as_pointer()
+    return b.sext(b.call(b.inttoptr(function, kind), []), I64)
 
 
-@intrinsic
-def load_double(context, address):
-    def generate(context, b, signature, arguments):
-        return vec.load(b, F64, arguments[0])
-
-    return types.float64(types.int64), generate
+@emitted(INT, result=REAL)
+def load_double(b, address):
+    return vec.load(b, F64, address)
 
 
-@intrinsic
-def store_double(context, address, value):
-    def generate(context, b, signature, arguments):
-        vec.store(b, arguments[1], arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float64), generate
+@emitted(INT, REAL)
+def store_double(b, address, value):
+    vec.store(b, value, address)
 
 
 # coefficients of sin(x) / x and cos(x) in x^2, interpolated at Chebyshev nodes of [0, (pi/4)^2];
@@ -161,46 +119,40 @@ def _table_filler(per_pair: bool) -> Callable[..., object]:
     `backwards` is 1 for minus the angles.
     """
 
-    @intrinsic
-    def table_row(context, positions, turns, pairs, scale, backwards, cos, sin):
-        def generate(context, b, signature, arguments):
-            positions, turns, pairs, scale, backwards, cos, sin = arguments
-            backwards = b.shl(backwards, vec.constant(I64, 1, 63))
+    @emitted(INT, INT, INT, REAL, INT, INT, INT)
+    def table_row(b, positions, turns, pairs, scale, backwards, cos, sin):
+        backwards = b.shl(backwards, vec.constant(I64, 1, 63))
 
-            def fill(index: ir.Value, lanes: int) -> None:
-                def bits(value: int) -> ir.Constant:
-                    return vec.constant(I64, lanes, value)
+        def fill(index: ir.Value, lanes: int) -> None:
+            def bits(value: int) -> ir.Constant:
+                return vec.constant(I64, lanes, value)
 
-                position = (
-                    vec.load(b, I64, vec.at(b, positions, index, 8), lanes)
-                    if per_pair
-                    else vec.splat(b, positions, lanes)
-                )
-                step = vec.load(b, I64, vec.at(b, turns, index, 8), lanes)
-                angle = b.mul(position, step)  # wraps modulo one turn: exact
-                x = _as_double(b, b.shl(angle, bits(2)))  # from the nearest quarter turn
-                square = b.fmul(x, x)
-                a = vec.splat(b, scale, lanes)
-                s = b.fmul(b.fmul(x, a), _polynomial(b, square, SIN))
-                c = b.fmul(a, _polynomial(b, square, COS))
+            position = (
+                vec.load(b, I64, vec.at(b, positions, index, 8), lanes)
+                if per_pair
+                else vec.splat(b, positions, lanes)
+            )
+            step = vec.load(b, I64, vec.at(b, turns, index, 8), lanes)
+            angle = b.mul(position, step)  # wraps modulo one turn: exact
+            x = _as_double(b, b.shl(angle, bits(2)))  # from the nearest quarter turn
+            square = b.fmul(x, x)
+            a = vec.splat(b, scale, lanes)
+            s = b.fmul(b.fmul(x, a), _polynomial(b, square, SIN))
+            c = b.fmul(a, _polynomial(b, square, COS))
 
-                quadrant = b.add(angle, bits(2**61))  # number of that quarter, in the upper 2 bits
-                lower_bit = b.shl(quadrant, bits(1))
-                is_odd = b.icmp_signed("<", lower_bit, bits(0))
-                flip_cos = b.xor(quadrant, lower_bit)
-                flip_sin = b.xor(quadrant, vec.splat(b, backwards, lanes))
-                for address, one, other, flip in ((cos, c, s, flip_cos), (sin, s, c, flip_sin)):
-                    value = b.bitcast(b.select(is_odd, other, one), vec.vector(I64, lanes))
-                    sign = b.and_(flip, bits(-(2**63)))
-                    value = b.bitcast(b.xor(value, sign), vec.vector(F64, lanes))
-                    value = b.fptrunc(value, vec.vector(F32, lanes))
-                    vec.store(b, value, vec.at(b, address, index, 4))
+            quadrant = b.add(angle, bits(2**61))  # number of that quarter, in the upper 2 bits
+            lower_bit = b.shl(quadrant, bits(1))
+            is_odd = b.icmp_signed("<", lower_bit, bits(0))
+            flip_cos = b.xor(quadrant, lower_bit)
+            flip_sin = b.xor(quadrant, vec.splat(b, backwards, lanes))
+            for address, one, other, flip in ((cos, c, s, flip_cos), (sin, s, c, flip_sin)):
+                value = b.bitcast(b.select(is_odd, other, one), vec.vector(I64, lanes))
+                sign = b.and_(flip, bits(-(2**63)))
+                value = b.bitcast(b.xor(value, sign), vec.vector(F64, lanes))
+                value = b.fptrunc(value, vec.vector(F32, lanes))
+                vec.store(b, value, vec.at(b, address, index, 4))
 
-            vec.each(b, pairs, (16,), fill)
-            return context.get_dummy_value()
-
-        integer, real = types.int64, types.float64
-        return types.void(integer, integer, integer, real, integer, integer, integer), generate
+        vec.each(b, pairs, (16,), fill)
 
     return table_row
 

@@ -25,7 +25,6 @@ from .llvm import (
     record,
     table_row,
     table_row_axes,
-    whole_numbers_at,
 )
 from .parts import next_part, own_number, share_of
 from .rows import STREAMING, rotate_rows, table_rows
@@ -204,8 +203,13 @@ def _check(address):
     return int(_is_safe(_rotation(address)))
 
 
-_eight_numbers = whole_numbers_at(8)
 _Rotation = namedtuple("_Rotation", ROTATION.names)  # type: ignore[misc,arg-type]
+
+
+@inlined
+def _argument(arguments, index):
+    """Return an argument of a call, a whole number."""
+    return whole_number(load_int(arguments + 8 * index))
 
 
 @inlined
@@ -215,9 +219,11 @@ def _job_of(own, arguments):
     The called function is bound to `own`, a tuple (address of FORM, ...).
     """
     at = whole_number(tuple_item(own, 0))
-    q, q_out, k, k_out, cos, sin, rows, checks = _eight_numbers(arguments)
-    mode = _form(at).mode
-    return _Rotation(1, 1, 0, at, mode, q, q_out, k, k_out, cos, sin, rows, checks, 0)
+    return _Rotation(
+        1, 1, 0, at, _form(at).mode, _argument(arguments, 0), _argument(arguments, 1),
+        _argument(arguments, 2), _argument(arguments, 3), _argument(arguments, 4),
+        _argument(arguments, 5), _argument(arguments, 6), _argument(arguments, 7), 0,
+    )  # fmt: skip
 
 
 @inlined
@@ -241,7 +247,7 @@ def _rotate_once(own, arguments, count):
 
 def _rotate_together(own, arguments, count):
     """Rotate on as many threads as the ninth argument says, if the call passes its checks."""
-    job, threads = _job_of(own, arguments), whole_number(load_int(arguments + 64))
+    job, threads = _job_of(own, arguments), _argument(arguments, 8)
     if not _is_safe(job):
         return new_bool(0)
     form = _form(job.form)

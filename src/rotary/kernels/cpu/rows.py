@@ -14,11 +14,20 @@ from collections.abc import Callable
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from . import short_floats
 from . import vectors as vec
-from .instructions import POINTER, copy_bytes, member_at, members
+from .instructions import (
+    INT,
+    POINTER,
+    RECORD,
+    TAG,
+    copy_bytes,
+    emitted,
+    member_at,
+    members,
+    tuple_of,
+)
 from .vectors import ELEMENTS, F32, F64, I64, NONE
 
 # (layout, out_layout, whether stores bypass the caches)
@@ -67,8 +76,8 @@ def line_size(dtype: str, pairs: int, layout: str, out_layout: str) -> int:
     return lines * pairs * (8 if dtype == "float64" else 4)
 
 
-@intrinsic
-def table_rows(context, tag, mode, form, steps, tables, count, target):
+@emitted(TAG, INT, RECORD, RECORD, tuple_of(4), INT, INT)
+def table_rows(b, tag, mode, form, steps, tables, count, target):
     """Write rows of the tables to `target`, in the form in which `rotate_rows` reads them.
 
     tables  the addresses of cos, sin and row numbers (or 0), and the offset in bytes of the first
@@ -78,15 +87,7 @@ def table_rows(context, tag, mode, form, steps, tables, count, target):
 
     It writes `count` rows, or a single one if the rows of x share it.
     """
-
-    def generate(context, b, signature, arguments):
-        _, mode, *records, tables, count, target = arguments
-        field = reader(b, *zip((form, steps), records, strict=True))
-        fill_lines(b, tag, mode, field, tables, count, target)
-        return context.get_dummy_value()
-
-    number, tables_ = types.int64, types.UniTuple(types.int64, 4)
-    return types.void(tag, number, form, steps, tables_, number, number), generate
+    fill_lines(b, tag, mode, reader(b, form, steps), tables, count, target)
 
 
 def fill_lines(
@@ -222,43 +223,37 @@ def by_mode(
             vec.each(b, pairs, widths, functools.partial(body, form))
 
 
-@intrinsic
-def rotate_rows(context, tag, mode, form, steps, x, out, table, count, ahead):
+@emitted(TAG, INT, RECORD, RECORD, *[INT] * 5)
+def rotate_rows(b, tag, mode, form, steps, x, out, table, count, ahead):
     """Rotate `count` rows of one tensor.
 
     x, out and table are the addresses of the first row; `table_rows` wrote those of the table. The
     row `ahead` bytes after each row of x is prefetched.
     """
+    field = reader(b, form, steps)
+    pairs, x_step, out_step, line = map(field, ("pairs", "x_2", "out_2", "line"))
+    start, head, tail, tail_size = map(field, ("start", "head", "tail", "tail_size"))
 
-    def generate(context, b, signature, arguments):
-        _, mode, *records, x, out, table, count, ahead = arguments
-        field = reader(b, *zip((form, steps), records, strict=True))
-        pairs, x_step, out_step, line = map(field, ("pairs", "x_2", "out_2", "line"))
-        start, head, tail, tail_size = map(field, ("start", "head", "tail", "tail_size"))
+    def rotate(form, index, lanes):
+        layout, out_layout, _ = form
+        ends = (x, layout, x_step), (out, out_layout, out_step)
+        with vec.loop(b, NONE, count, 1) as at:
+            source, target = (
+                vec.opaque(b, vec.stepped(b, vec.at(
+                    b, b.add(end, start), vec.channel_of(b, index, order), ELEMENTS[tag].size
+                ), at, step))
+                for end, order, step in ends
+            )  # fmt: skip
+            row = line_at(b, tag, table, index, at, line, form)
+            vec.prefetch_pairs(b, tag, source, NONE, pairs, lanes, layout, ahead)
+            rotate_pairs(b, tag, (source, target), row, pairs, lanes, form)
 
-        def rotate(form, index, lanes):
-            layout, out_layout, _ = form
-            ends = (x, layout, x_step), (out, out_layout, out_step)
-            with vec.loop(b, NONE, count, 1) as at:
-                source, target = (
-                    vec.opaque(b, vec.stepped(b, vec.at(
-                        b, b.add(end, start), vec.channel_of(b, index, order), ELEMENTS[tag].size
-                    ), at, step))
-                    for end, order, step in ends
-                )  # fmt: skip
-                row = line_at(b, tag, table, index, at, line, form)
-                vec.prefetch_pairs(b, tag, source, NONE, pairs, lanes, layout, ahead)
-                rotate_pairs(b, tag, (source, target), row, pairs, lanes, form)
-
-        by_mode(b, mode, pairs, ELEMENTS[tag].lanes, rotate)
-        with (
-            b.if_then(b.icmp_signed("!=", b.or_(head, tail_size), NONE)),
-            vec.loop(b, NONE, count, 1) as at,
-        ):
-            ends = vec.stepped(b, out, at, out_step), vec.stepped(b, x, at, x_step)
-            for skipped, size in ((NONE, head), (tail, tail_size)):
-                to, origin = (b.inttoptr(b.add(end, skipped), POINTER) for end in ends)
-                copy_bytes(b, to, origin, size)
-        return context.get_dummy_value()
-
-    return types.void(tag, types.int64, form, steps, *[types.int64] * 5), generate
+    by_mode(b, mode, pairs, ELEMENTS[tag].lanes, rotate)
+    with (
+        b.if_then(b.icmp_signed("!=", b.or_(head, tail_size), NONE)),
+        vec.loop(b, NONE, count, 1) as at,
+    ):
+        ends = vec.stepped(b, out, at, out_step), vec.stepped(b, x, at, x_step)
+        for skipped, size in ((NONE, head), (tail, tail_size)):
+            to, origin = (b.inttoptr(b.add(end, skipped), POINTER) for end in ends)
+            copy_bytes(b, to, origin, size)
