@@ -60,9 +60,7 @@ def both(xs, spec, stages, rows=None, seq_dim=-2, out=False):
     cos, sin = rotary.cos_sin(spec, torch.arange(count))
     caches = copy.deepcopy(stages.cache), copy.deepcopy(stages.cache)
     want = torch_fused.fused(*xs, cos, sin, rows, options, stages._replace(cache=caches[0]), None)
-    shapes = [None if x is None else tuple(x.shape) for x in xs]
-    row_shape = None if rows is None else tuple(rows.shape)
-    fitted = fit(shapes, tuple(cos.shape), row_shape, options, stages)
+    fitted = fit(xs, cos, rows, options, stages)
     new = [x for x in want if x is not None and x is not xs[2]]  # v may be returned as it is
     outs = [torch.full_like(x, torch.nan) for x in new] if out else None
     got = torch_fused_gpu.fused(*xs, cos, sin, rows, fitted, stages._replace(cache=caches[1]), outs)
@@ -134,10 +132,8 @@ def test_tables_are_read_by_their_own_strides(form, dtype, picks):
     parts = TABLES[form](*halves)
     rows = torch.tensor([5, 0, 0, 3, 2, 4]) if picks else None
     stages = Stages(Norm(draw(8), draw(8, seed=1), 1e-5))
-    shapes = tuple(q.shape), tuple(k.shape), None
-    options = options_of(spec, seq_dim=-2)
-    fitted = fit(shapes, (6, 4), (6,) if picks else None, options, stages)
     plain = [half.float() for half in halves]
+    fitted = fit((q, k, None), plain[0], rows, options_of(spec, seq_dim=-2), stages)
     want = torch_fused_gpu.fused(q, k, None, *plain, rows, fitted, stages, None)
     got = torch_fused_gpu.fused(q, k, None, *parts, rows, fitted, stages, None)
     assert all(map(torch.equal, got[:2], want[:2]))
@@ -241,7 +237,7 @@ def test_the_tokens_of_a_sequence_may_lie_before_the_batch(lead, scale):
     if lead == (2, 6, 3):
         cos, sin = rotary.cos_sin(spec, torch.arange(6))
         options = options_of(spec, seq_dim=seq)
-        fitted = fit([tuple(x.shape) for x in xs], (6, 4), None, options, stages)
+        fitted = fit(xs, cos, None, options, stages)
         assert torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None) is None
         return
     assert_equal(*both(tuple(xs), spec, stages, seq_dim=seq), ulps=3)
@@ -258,8 +254,7 @@ def test_caches_of_k_and_v_of_two_forms():
 
     def write(k, v):
         stages = Stages(None, KVCache(k, v, SLOTS))
-        shapes = [tuple(x.shape) for x in xs]
-        fitted = fit(shapes, tuple(cos.shape), None, options_of(spec, seq_dim=-2), stages)
+        fitted = fit(xs, cos, None, options_of(spec, seq_dim=-2), stages)
         return torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None)
 
     with pytest.raises(ValueError, match=r"must have as many slots: got \[16, 8\]"):
@@ -283,9 +278,9 @@ def test_scales_of_rows_with_nan_and_inf_and_of_pairs_that_are_no_power_of_two(k
 
 def test_no_tokens():
     spec = Rotary(8, base=100.0)
-    fitted = fit([(2, 4, 0, 8), None, None], (0, 4), None, options_of(spec, seq_dim=-2), Stages())
-    empty = torch.zeros(2, 4, 0, 8), None, None, torch.zeros(0, 4), torch.zeros(0, 4), None
-    assert torch_fused_gpu.fused(*empty, fitted, Stages(), None) is None
+    xs, table = (torch.zeros(2, 4, 0, 8), None, None), torch.zeros(0, 4)
+    fitted = fit(xs, table, None, options_of(spec, seq_dim=-2), Stages())
+    assert torch_fused_gpu.fused(*xs, table, table, None, fitted, Stages(), None) is None
 
 
 def test_out_is_written_by_the_launch():
@@ -302,7 +297,7 @@ def test_nothing_beside_the_slots_is_written_and_a_slot_beyond_the_cache_is_skip
     cos, sin = rotary.cos_sin(SPECS["half"], torch.arange(6))
     options = options_of(SPECS["half"], seq_dim=-2)
     stages = Stages(None, cache)
-    fitted = fit([tuple(x.shape) for x in xs], tuple(cos.shape), None, options, stages)
+    fitted = fit(xs, cos, None, options, stages)
     torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None)
     is_kept = torch.ones(20, dtype=torch.bool)
     is_kept[5] = False
@@ -429,8 +424,7 @@ def codes(xs, spec, stages, monkeypatch):
     monkeypatch.setattr(torch_fused_gpu, "kernel", Launch())
     cos, sin = rotary.cos_sin(spec, torch.arange(xs[0].shape[-3]))
     options = options_of(spec, seq_dim=-3)
-    shapes = [None if x is None else tuple(x.shape) for x in xs]
-    fitted = fit(shapes, tuple(cos.shape), None, options, stages)
+    fitted = fit(xs, cos, None, options, stages)
     torch_fused_gpu.fused(*xs, cos, sin, None, fitted, stages, None)
     return found
 

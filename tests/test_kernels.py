@@ -27,7 +27,7 @@ from libraries import enable_x64, if_installed, older_loops
 
 import rotary
 from rotary.kernels import numpy as reference
-from rotary.kernels.geometry import Geometry, Options, geometry_of
+from rotary.kernels.geometry import Geometry, Options, geometry_of_arrays
 from rotary.kernels.memory import Block
 
 jax = if_installed("jax")
@@ -104,8 +104,7 @@ def _torch_formula(xs, cos, sin, rows, options):
 
 
 def _torch_operator(xs, cos, sin, rows, options, out=None):
-    shape = None if rows is None else rows.shape
-    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     rows = None if rows is None else torch.from_numpy(rows)
     tensors = [*map(to_torch, xs)], to_torch(cos), to_torch(sin), rows
     rest = torch_kernel.flat(geometry)
@@ -117,8 +116,7 @@ def _torch_operator(xs, cos, sin, rows, options, out=None):
 
 def _triton(xs, cos, sin, rows, options, out=None):
     """The code for GPUs, in Triton's interpreter."""
-    shape = None if rows is None else rows.shape
-    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     rows = None if rows is None else torch.from_numpy(rows)
     tensors = tuple(map(to_torch, xs)), to_torch(cos), to_torch(sin), rows
     out = None if out is None else tuple(map(to_torch, out))
@@ -200,8 +198,7 @@ def _on_device(call):
 
 
 def _call_operator(xs, cos, sin, rows, options, out):
-    shape = None if rows is None else tuple(rows.shape)
-    geometry = geometry_of(tuple(tuple(x.shape) for x in xs), tuple(cos.shape), shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     arguments = list(xs), cos, sin, rows, *torch_kernel.flat(geometry)
     if out is None:
         return torch.ops.rotary.rotate(*arguments)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..kernels.geometry import Geometry, Options, geometry_of
+from ..kernels.geometry import Geometry, Options, geometry_of_arrays
 from ..kernels.torch import route as kernel
 from ..kernels.torch.checks import check_operands, check_rows
 
@@ -154,9 +154,7 @@ def _rotate(
             "out= cannot be exported, because ONNX cannot write in place: leave it out"
         )
     rows = None if positions is None else check_rows(positions, xs[0])
-    shapes = tuple([tuple(x.shape) for x in xs])
-    along = None if rows is None else tuple(rows.shape)
-    geometry = geometry_of(shapes, tuple(cos.shape), along, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     rows_of_cos, rows_of_sin, form = _without_heads(cos, sin, geometry)
     operands = [_operand(x, form.dims) for x in xs]
     if not (has_operator and _is_operator(xs[0], cos, form)) or None in operands:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..words import brief
 from .private import is_recorded_by_torch
+
+Table = TypeVar("Table", bound=Any)  # an array of any library
 
 
 class Options(NamedTuple):
@@ -134,6 +136,26 @@ def geometry_of(
             "heads, head_dim)"
         )
     return Geometry(start, pairs, layout, out_layout, dims, conjugate)
+
+
+def geometry_of_arrays(xs: Sequence[Any], table: Any, rows: Any, options: Options) -> Geometry:
+    """Return `geometry_of` the shapes of arrays of any library; `rows` may be None."""
+    shapes = tuple([tuple(x.shape) for x in xs])
+    return geometry_of(
+        shapes, tuple(table.shape), None if rows is None else tuple(rows.shape), options
+    )
+
+
+def aligned(table: Table, dims: tuple[int | None, ...]) -> Table:
+    """Return a table, of an array library, with the axes of x; `dims` as in `Geometry`.
+
+    >>> aligned(np.ones((5, 4)), (None, 0)).shape
+    (1, 5, 4)
+    """
+    order = [dim for dim in dims if dim is not None]
+    kept = [None if dim is None else slice(None) for dim in dims]
+    transposed = getattr(table, "permute", table.transpose)(*order, table.ndim - 1)  # of torch
+    return transposed[(*kept, slice(None))]
 
 
 def check_fit(

@@ -20,7 +20,7 @@ import numpy as np
 from ..layouts import pair_slices
 from . import NEEDS_LENGTH, Kernel, Numbers, Operand
 from . import numpy as reference
-from .geometry import Geometry, Options, geometry_of
+from .geometry import Geometry, Options, aligned, geometry_of_arrays
 from .phases import LIMIT, cos_sin
 
 Array: TypeAlias = mx.array
@@ -42,12 +42,11 @@ def rotate(
     check_xs(xs, out)
     _check_tables(cos, sin)
     rows = None if positions is None else _check_rows(positions, len(cos))
-    shapes = tuple(tuple(x.shape) for x in xs)
-    geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     tables = [_to_mlx(table) for table in (cos, sin)]
     if rows is not None:
         tables = [_picked(table, rows) for table in tables]
-    cos, sin = [_aligned(table, geometry.dims) for table in tables]
+    cos, sin = [aligned(table, geometry.dims) for table in tables]
     sin = -sin if geometry.conjugate else sin
     return tuple(_rotated(_to_mlx(x), cos, sin, geometry) for x in xs)
 
@@ -63,12 +62,6 @@ def _rotated(x: Array, cos: Array, sin: Array, geometry: Geometry) -> Array:
         parts = [mx.stack(parts, axis=-1).reshape(*x.shape[:-1], width)]
     whole = [x[..., :start], *parts, x[..., start + width :]]
     return mx.concatenate([part for part in whole if part.shape[-1]], axis=-1)
-
-
-def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
-    order = [dim for dim in dims if dim is not None]
-    missing = [axis for axis, dim in enumerate(dims) if dim is None]
-    return mx.expand_dims(table.transpose(*order, table.ndim - 1), missing)
 
 
 def _picked(table: Array, rows: Array) -> Array:

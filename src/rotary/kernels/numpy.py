@@ -17,7 +17,7 @@ from ..schedules import FLOAT32 as FLOAT32
 from ..words import brief
 from . import Kernel, Operand
 from . import Numbers as Array
-from .geometry import Geometry, Options, geometry_of
+from .geometry import Geometry, Options, aligned, geometry_of_arrays
 from .memory import Block, check_overlap
 
 
@@ -35,11 +35,10 @@ def rotate(
     """
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, cos)
-    shapes = tuple(x.shape for x in xs)
-    geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     if rows is not None:
         cos, sin = cos[rows], sin[rows]
-    cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
+    cos, sin = aligned(cos, geometry.dims), aligned(sin, geometry.dims)
     sin = -sin if geometry.conjugate else sin
     results = []
     for index, x in enumerate(xs):
@@ -284,12 +283,6 @@ def _per_pair(positions: Array, axes: Sequence[int]) -> Array:
 
 def _pairs(geometry: Geometry, layout: str) -> tuple[slice, slice]:
     return pair_slices(2 * geometry.pairs, layout, geometry.start)
-
-
-def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
-    order = [dim for dim in dims if dim is not None]
-    kept = [None if dim is None else slice(None) for dim in dims]
-    return table.transpose(*order, table.ndim - 1)[(*kept, slice(None))]
 
 
 # 8-bit dtype of cached keys -> its smallest and its largest number

@@ -54,8 +54,7 @@ def fused(
     xs = [x for x in (q, k, v) if x is not None]
     check_operands(xs, cos, sin, None)
     rows = None if positions is None else check_rows(positions, cos)
-    shapes = [None if x is None else x.shape for x in (q, k, v)]
-    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
+    fitted = fit((q, k, v), cos, rows, options, stages)
     turned = [
         norm_and_rotate(x, name, cos, sin, rows, stages.norm, fitted, geometry)
         for (name, x), geometry in zip((("q", q), ("k", k)), fitted.geometries, strict=False)

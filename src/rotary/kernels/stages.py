@@ -243,19 +243,20 @@ class Fit(NamedTuple):
 
 
 def fit(
-    shapes: Sequence[Shape | None],
-    table: Shape,
-    rows: Shape | None,
-    options: Options,
-    stages: Stages,
+    qkv: Sequence[Operand], cos: Operand, row_numbers: Operand, options: Options, stages: Stages
 ) -> Fit:
-    """Return how q, k, v (shape None: absent) fit the tables; ValueError if they do not.
+    """Return how q, k, v, of which k and v may be None, fit the tables; ValueError if they do not.
 
-    >>> fit([(8, 5, 64), (2, 5, 64), None], (5, 32), None, Options(), Stages())[1:]
+    row_numbers   picks rows of the tables; None if each token has its own
+
+    >>> import numpy as np
+    >>> q, k, cos = np.ones((8, 5, 64)), np.ones((2, 5, 64)), np.ones((5, 32))
+    >>> fit((q, k, None), cos, None, Options(), Stages())[1:]
     (1, 0, (5,))
     """
-    q, k, v = shapes
+    q, k, v, table, rows = [None if x is None else tuple(x.shape) for x in (*qkv, cos, row_numbers)]
     assert q is not None
+    assert table is not None
     axis = seq_axis(q, options.seq_dim)
     head_axis = None if len(q) == 2 else len(q) - (2 if axis != len(q) - 2 else 3)
     tokens = _tokens(q, head_axis)

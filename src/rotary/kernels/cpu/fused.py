@@ -72,8 +72,7 @@ def _by_loops(
         return None
     if caches and not _are_apart([*read, *outs], caches, in_place=False):
         return None
-    shapes = [None if x is None else x.shape for x in (q, k, v)]
-    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, options, stages)
+    fitted = fit((q, k, v), cos, rows, options, stages)
     call = Call(_ACCESS, cos, sin, rows, fitted, norm)
     if cache is None:
         if not rotated(call, rotating, outs):

@@ -20,7 +20,7 @@ if sysconfig.get_config_var("Py_GIL_DISABLED"):  # not tested there, so the form
     raise ImportError("the compiled loops need a Python with a global lock")
 
 from .. import Numbers as Array
-from ..geometry import AngleOptions, Angles, Geometry, Options, geometry_of
+from ..geometry import AngleOptions, Angles, Geometry, Options, geometry_of, geometry_of_arrays
 from ..memory import (
     SIZES,
     Block,
@@ -82,8 +82,7 @@ def ready_call(
     if not all(rows.dtype == "int64" and is_contiguous(rows) for rows in index):
         return None
     rows = index[0] if index else None
-    shape = None if rows is None else rows.shape
-    geometry = geometry_of(tuple(x.shape for x in xs), cos.shape, shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     return _one_job(xs, outs, is_in_place, cos, rows, geometry)
 
 

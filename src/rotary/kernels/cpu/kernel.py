@@ -9,7 +9,7 @@ import numpy as np
 from .. import CallerOptions
 from .. import Numbers as Array
 from .. import numpy as reference
-from ..geometry import AngleOptions, Options, geometry_of
+from ..geometry import AngleOptions, Options, geometry_of_arrays
 from ..memory import Block, is_contiguous_last
 from . import move as move_loops
 from .built_in import address
@@ -58,8 +58,7 @@ def rotate(
         reference.check_out((*xs, cos, sin, rows), out)
     if cos.dtype != np.float32:
         return reference.rotate(xs, cos, sin, positions, options, out)
-    shapes = tuple(x.shape for x in xs)
-    geometry = geometry_of(shapes, cos.shape, None if rows is None else rows.shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     if cos.strides != sin.strides or not _is_ready(cos):
         cos, sin = np.ascontiguousarray(cos), np.ascontiguousarray(sin)
     results = tuple(np.empty(x.shape, x.dtype) for x in xs) if out is None else tuple(out)

@@ -146,8 +146,7 @@ def _fused(
     words = zip(form.words, scales, strict=True)
     asked = [number if word is None else word for word, number in words]
     stages = Stages(norm, cache, form.dtype, (asked[0], asked[1], asked[2]))
-    shapes = [None if x is None else x.shape for x in xs]
-    fitted = fit(shapes, cos.shape, None if rows is None else rows.shape, form.options, stages)
+    fitted = fit(xs, cos, rows, form.options, stages)
     ys: list[Array] = []
     for x, name, geometry in zip(xs, "qk", fitted.geometries, strict=False):
         wide = normed(LIBRARY, x, name, norm, fitted.head_axis)

@@ -28,7 +28,7 @@ from jax import lax
 
 from .. import Kernel
 from .. import numpy as reference
-from ..geometry import Geometry, Options, geometry_of
+from ..geometry import Geometry, Options, aligned, geometry_of_arrays
 from . import angles
 
 Array = jax.Array
@@ -119,8 +119,7 @@ def _rotate(
 ) -> tuple[Array, ...]:
     """Check shapes and dtypes and compute the geometry, once for each form that JAX traces."""
     check_operands(xs, cos, sin, None)
-    shapes = tuple(tuple(x.shape) for x in xs)
-    geometry = geometry_of(shapes, tuple(cos.shape), None if rows is None else rows.shape, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     return turned(xs, cos, sin, rows, geometry, xs[0].dtype.itemsize <= 2)
 
 
@@ -133,7 +132,7 @@ def turned(
         _check_whole_pairs(x, geometry)
     if rows is not None:
         cos, sin = _picked(cos, rows), _picked(sin, rows)
-    cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
+    cos, sin = aligned(cos, geometry.dims), aligned(sin, geometry.dims)
     sin = -sin if geometry.conjugate else sin
     return tuple(_turned(x, cos, sin, geometry, is_short) for x in xs)
 
@@ -221,12 +220,6 @@ def _joined(parts: Sequence[Array]) -> Array:
         for part, size in zip(parts, sizes, strict=True)
     ]
     return jnp.concatenate(blocks, axis=-2).reshape(*parts[0].shape[:-1], sum(sizes))
-
-
-def _aligned(table: Array, dims: tuple[int | None, ...]) -> Array:
-    order = [dim for dim in dims if dim is not None]
-    missing = [axis for axis, dim in enumerate(dims) if dim is None]
-    return jnp.expand_dims(table.transpose(*order, table.ndim - 1), missing)
 
 
 def _picked(table: Array, rows: Array) -> Array:

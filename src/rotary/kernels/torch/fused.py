@@ -98,9 +98,7 @@ def fused(
     weights = [] if norm is None else [w for w in (norm.q, norm.k, norm.v) if w is not None]
     check_operands(xs, cos, sin, None)
     rows = None if positions is None else check_rows(positions, q)
-    shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
-    row_shape = None if rows is None else tuple(rows.shape)
-    fitted = fit(shapes, tuple(cos.shape), row_shape, options, stages)
+    fitted = fit((q, k, v), cos, rows, options, stages)
     operands = [*xs, *weights, cos, sin, *([] if rows is None else [rows])]
     scales = [*stages.scales, getattr(cache, "k_scale", 1.0), getattr(cache, "v_scale", 1.0)]
     has_grad = wants_grad(*operands, *[scale for scale in scales if isinstance(scale, Tensor)])

@@ -35,9 +35,8 @@ def code_of(
         return None  # v is returned unchanged, so no output may lie in it
     cos, sin, *rows = tables
     check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
-    shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
-    row_shape = tuple(rows[0].shape) if rows else None
-    fitted = fit(shapes, tuple(cos.shape), row_shape, kind.options, Stages(norm, cache))
+    row_numbers = rows[0] if rows else None
+    fitted = fit((q, k, v), cos, row_numbers, kind.options, Stages(norm, cache))
     if cache is not None and fitted.place < len(fitted.tokens) - 1:
         return None  # the slots are put in the order of q
     rotated = (q,) if k is None or cache is not None else (q, k)
@@ -49,7 +48,7 @@ def code_of(
     if len({y.is_inference() for y in written}) > 1:
         return None
     check_no_inference(written)
-    call = Call(ACCESS, cos, sin, rows[0] if rows else None, fitted, norm)
+    call = Call(ACCESS, cos, sin, row_numbers, fitted, norm)
     pieces = pieces_of(call, (q, k, v), outs, cache)
     if pieces is None:
         return None

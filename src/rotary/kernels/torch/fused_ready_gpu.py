@@ -49,9 +49,8 @@ def code_of(
     else:
         (cos, sin), rows = halves, []
         check_xs(given, None)
-    row_shape = tuple(check_rows(rows[0], q).shape) if rows else None
-    shapes = [None if x is None else tuple(x.shape) for x in (q, k, v)]
-    fitted = fit(shapes, tuple(cos.shape), row_shape, kind.options, stages)
+    row_numbers = check_rows(rows[0], q) if rows else None
+    fitted = fit((q, k, v), cos, row_numbers, kind.options, stages)
     from . import fused_gpu  # which needs Triton to import
 
     plan = fused_gpu.planned((q, k, v), cos, sin, rows[0] if rows else None, fitted, stages, out)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...layouts import pair_slices
 from .. import numpy as reference
-from ..geometry import Geometry
+from ..geometry import Geometry, aligned
 from ..memory import Block
 from .pages import ask_for_huge_pages
 from .private import constant
@@ -193,7 +193,7 @@ def by_operators(
     xs: Sequence[Tensor], cos: Tensor, sin: Tensor, geometry: Geometry
 ) -> tuple[Tensor, ...]:
     """Rotate by tables with one row for each token; `geometry` says how they broadcast to xs."""
-    cos, sin = _aligned(cos, geometry.dims), _aligned(sin, geometry.dims)
+    cos, sin = aligned(cos, geometry.dims), aligned(sin, geometry.dims)
     sin = -sin if geometry.conjugate else sin
     rotary_dim = 2 * geometry.pairs
     stop = geometry.start + rotary_dim
@@ -228,12 +228,6 @@ def _picked(table: Tensor, rows: Tensor) -> Tensor:
         return torch.where(is_inside[..., None], table[rows * is_inside], torch.nan)
     check_row_range(numbers, table)
     return table[rows]
-
-
-def _aligned(table: Tensor, dims: tuple[int | None, ...]) -> Tensor:
-    order = [dim for dim in dims if dim is not None]
-    kept = [None if dim is None else slice(None) for dim in dims]
-    return table.permute(*order, table.ndim - 1)[(*kept, slice(None))]
 
 
 # --- autograd ---

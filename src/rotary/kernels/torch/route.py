@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import CallerOptions, Kernel, Numbers
-from ..geometry import AngleOptions, Geometry, Options, geometry_of, seq_axis
+from ..geometry import AngleOptions, Geometry, Options, geometry_of, geometry_of_arrays, seq_axis
 from . import angles, gpu, move, ready
 from .checks import check_no_grad, check_operands, check_plain, check_rows, check_writable, check_xs
 from .launch import (
@@ -92,7 +92,7 @@ def rotate_uncached(
     """Check the arguments of `rotate`, and rotate without the code that `ready.py` caches."""
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, xs[0])
-    geometry = _geometry(xs, cos, rows, options)
+    geometry = geometry_of_arrays(xs, cos, rows, options)
     if out is not None:
         return _rotate_into(xs, cos, sin, rows, geometry, out)
     return _rotate(xs, (cos, sin, rows), geometry)
@@ -142,12 +142,6 @@ def prepare(
         return None
     code = _code(options, xs, tables, out)
     return None if code is None else ready.prepared(code, xs, tables, out, fallback)
-
-
-def _geometry(xs: Sequence[Tensor], cos: Tensor, rows: Tensor | None, options: Options) -> Geometry:
-    shapes = tuple([tuple(x.shape) for x in xs])
-    tokens = None if rows is None else tuple(rows.shape)
-    return geometry_of(shapes, tuple(cos.shape), tokens, options)
 
 
 def _code(
