@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 import numpy as np
 from numba import types
@@ -55,8 +56,9 @@ _new_function.argtypes = ctypes.POINTER(_Method), ctypes.py_object, ctypes.c_voi
 _alive: list[object] = []
 
 
-def built_in(function: FunctionType) -> Callable[[object], Callable[..., int]]:
-    """Compile the loop; the result makes it a built-in function that is bound to an object.
+@functools.cache
+def built_in(function: FunctionType) -> Callable[[object], Callable[..., Any]]:
+    """Compile the loop once; the result makes it a built-in function that is bound to an object.
 
     `function(own, arguments, count)` gets the address of that object, the address of an array with
     the addresses of the arguments, which are positional, and their number. It runs with the GIL,
@@ -66,8 +68,8 @@ def built_in(function: FunctionType) -> Callable[[object], Callable[..., int]]:
     method = _Method(function.__name__.encode(), at, _METH_FASTCALL, None)
     _alive.append(method)
 
-    def bound_to(own: object) -> Callable[..., int]:
-        result: Callable[..., int] = _new_function(ctypes.byref(method), own, None)
+    def bound_to(own: object) -> Callable[..., Any]:
+        result: Callable[..., Any] = _new_function(ctypes.byref(method), own, None)
         return result
 
     return bound_to

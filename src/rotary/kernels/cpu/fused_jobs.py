@@ -143,7 +143,7 @@ def run(
     head = 1, 1, 0, *tables, len(memories), *call.limits, reach
     record = array("q", (*head, *jobs, *_ABSENT[len(memories)], 0))
     needs_check = is_checked or call.limits[0] or call.limits[2]
-    if needs_check and not fused_loops.is_safe()(record.buffer_info()[0]):
+    if needs_check and not loops.as_check(fused_loops.is_safe)(record.buffer_info()[0]):
         return False
     threads.run(fused_loops.loop("fused", name), call.size, record)
     return True

@@ -25,7 +25,6 @@ from .loops import (
     Loop,
     are_apart,
     are_inside,
-    as_check,
     as_loop,
     whole_numbers,
 )
@@ -256,7 +255,12 @@ def loop(kind: str, name: str) -> Loop:
     return as_loop(_run(_KINDS[kind], TAGS[name]))
 
 
-def _check(address):
+def is_safe(address):
+    """Return 1 if the memory that a JOB reads and writes is right.
+
+    Every row number is inside of the table, every slot below its limit and, if the JOB has a
+    `reach`, no output overlaps another one or an operand other than its own x.
+    """
     job, first = _job(address), address + _FIRST
     one, two, three = _operands(first), _operands(first + _SIZE), _operands(first + 2 * _SIZE)
     slots = max(one.slots, two.slots, three.slots)  # k and v have the same; 0 for an array without
@@ -269,13 +273,3 @@ def _check(address):
         one.weight, two.weight, three.weight, one.out, two.out, three.out,
     )  # fmt: skip
     return int(job.reach == 0 or are_apart(addresses, 10, 3, job.reach))
-
-
-@functools.cache
-def is_safe() -> Callable[[int], int]:
-    """Return the function that checks a JOB, given its address.
-
-    It returns 1 if every row number is inside of the table, every slot is below its limit and, if
-    the JOB has a `reach`, no output overlaps another one or an operand other than its own x.
-    """
-    return as_check(_check)

@@ -195,9 +195,9 @@ def call_of(
                 shape, angles.turns[None], np.array([angles.scale]), angles.axes, False,
                 angles.lowest,
             )  # fmt: skip
-            return _small_job(loops.rotate_once_at(), size, form, record)
+            return _small_job(loops.rotate_once_at, size, form, record)
         if size < threads.SERIAL_BYTES:
-            return _small_job(loops.rotate_once(), size, form)
+            return _small_job(loops.rotate_once, size, form)
         return _large_job(size, form)
 
     read = index if angles and index else table  # what lies at the addresses of cos and sin
@@ -208,23 +208,25 @@ def call_of(
 
 
 def _small_job(
-    bind: Callable[[object], Job], size: int, form: Array, angles: AnglesRecord | None = None
+    loop: Callable[..., int], size: int, form: Array, angles: AnglesRecord | None = None
 ) -> Job:
     """Return a job that is one call of a C function."""
     if angles is not None:
         form["angles"] = angles[0].buffer_info()[0]
     form["is_long"] = size >= _LONG_BYTES
-    return bind((address(form), form, angles))  # the job keeps the last two alive
+    return built_in.built_in(loop)(
+        (address(form), form, angles)
+    )  # the job keeps the last two alive
 
 
 def _large_job(size: int, form: Array) -> Job:
     """Return a job on all threads; its stores bypass the caches if all of them are aligned."""
-    loop, openmp = loops.loop("rotation"), threads.openmp()
+    loop, openmp = loops.as_loop(loops.rotate), threads.openmp()
     at, modes = address(form), (int(form["mode"]), int(form["aligned_mode"]))
     if openmp is not None:
         form["loop"], form["parallel"], form["number"] = loop.address, *openmp[1:]
         form["parts"] = threads.PARTS
-        together = loops.rotate_together()((at, form))  # which keeps `form` alive
+        together = built_in.built_in(loops.rotate_together)((at, form))  # which keeps `form` alive
         return lambda *operands: together(*operands, threads.count())
 
     def job(
@@ -232,7 +234,7 @@ def _large_job(size: int, form: Array) -> Job:
     ) -> bool:
         mode = modes[q_out % CACHE_LINE == k_out % CACHE_LINE == 0]
         record = array("q", (1, 1, 0, at, mode, q, q_out, k, k_out, cos, sin, rows, checks, 0))
-        if checks and not loops.is_safe()(record.buffer_info()[0]):
+        if checks and not loops.as_check(loops.is_safe)(record.buffer_info()[0]):
             return False
         threads.run(loop, size, record)
         return True
@@ -350,7 +352,7 @@ def tables(
     angles, alive = angles_record(positions.shape, turns, scales, axes, backwards)
     addresses = angles.buffer_info()[0], *map(built_in.address, (positions, cos, sin))
     job = array("q", (1, 1, 0, *addresses, 0))
-    threads.run(loops.loop("table"), both.nbytes, job)
+    threads.run(loops.as_loop(loops.fill_table), both.nbytes, job)
     del alive
     return cos, sin
 

@@ -15,7 +15,7 @@ import numpy as np
 from numba import prange, types
 from numpy import empty
 
-from .built_in import acquire_gil, built_in, new_bool, release_gil, tuple_item, whole_number
+from .built_in import acquire_gil, new_bool, release_gil, tuple_item, whole_number
 from .compiled import c_function, compiled, inlined
 from .llvm import (
     call_address,
@@ -112,7 +112,7 @@ def _rotate_tiles(tag, mode, form, steps, x, out, table, place, count, tiles):
 
 
 def _rotation_of(tag: np.generic) -> Callable[..., None]:
-    def rotate(form, mode, q, q_out, k, k_out, cos, sin, rows, parts, part):
+    def rotate_part(form, mode, q, q_out, k, k_out, cos, sin, rows, parts, part):
         shared, of_q, of_k = _form(form), _steps(form), _steps(form + _K)
         for turn in range(1 if shared.share_rows else 2):  # q and k together, or first q, then k
             q_members = 0 if turn else of_q.members
@@ -140,7 +140,7 @@ def _rotation_of(tag: np.generic) -> Callable[..., None]:
         if mode >= STREAMING:
             fence()
 
-    return rotate
+    return rotate_part
 
 
 @inlined
@@ -152,7 +152,8 @@ def _rotate_part(job, cos, sin, rows, part):
     call_address(_form(job.form).rotation, operands)
 
 
-def _rotate(address):
+def rotate(address):
+    """Rotate parts of a ROTATION until none is left, also together with other threads."""
     job, taken = _rotation(address), address + _ROTATION_TAKEN
     own = own_number(job, taken)
     part = next_part(job, taken, own)
@@ -199,7 +200,12 @@ def _is_safe(job):
     return not job.checks & OVERLAP or are_apart(operands, 5, 2, job.form + _REACH)
 
 
-def _check(address):
+def is_safe(address):
+    """Return 1 if a ROTATION passes its `checks`.
+
+    These are that every row number is inside of the table, and that no output overlaps another one
+    or an operand other than its own x.
+    """
     return int(_is_safe(_rotation(address)))
 
 
@@ -237,7 +243,8 @@ def _rotate_alone(job, cos, sin, rows):
         acquire_gil(thread)
 
 
-def _rotate_once(own, arguments, count):
+def rotate_once(own, arguments, count):
+    """Rotate on the calling thread: a `jobs.Job`, bound to (address of its FORM, ...)."""
     job = _job_of(own, arguments)
     if not _is_safe(job):
         return new_bool(0)
@@ -245,8 +252,8 @@ def _rotate_once(own, arguments, count):
     return new_bool(1)
 
 
-def _rotate_together(own, arguments, count):
-    """Rotate on as many threads as the ninth argument says, if the call passes its checks."""
+def rotate_together(own, arguments, count):
+    """Rotate as `rotate_once`, on as many threads of OpenMP as the ninth argument says."""
     job, threads = _job_of(own, arguments), _argument(arguments, 8)
     if not _is_safe(job):
         return new_bool(0)
@@ -267,7 +274,8 @@ def _rotate_together(own, arguments, count):
     return new_bool(len(memory) >= 0)  # Numba frees an array after the last line that names it
 
 
-def _rotate_once_at(own, arguments, count):
+def rotate_once_at(own, arguments, count):
+    """Rotate as `rotate_once` at positions, whose address is passed in place of cos."""
     job = _job_of(own, arguments)
     angles = _angles(_form(job.form).angles)
     tokens = angles.batch * angles.seq
@@ -305,7 +313,8 @@ def _table_rows(form, positions, cos, sin, first, last):
             table_row(position, turns, pairs, scale, form.backwards, cos + at, sin + at)
 
 
-def _fill_table(address):
+def fill_table(address):
+    """Fill parts of a TABLE until none is left, also together with other threads."""
     job, taken = _table(address), address + _TABLE_TAKEN
     angles = _angles(job.angles)
     own = own_number(job, taken)
@@ -330,58 +339,20 @@ class Loop(NamedTuple):
     address: int
 
 
+@functools.cache
 def as_loop(function: Callable[[int], None]) -> Loop:
-    """Compile a loop now."""
+    """Compile a loop now, once in a process."""
     address = c_function(function, types.void(types.int64))
     return Loop(CFUNCTYPE(None, c_void_p)(address), address)
 
 
-def as_check(function: Callable[[int], int]) -> Callable[[int], int]:
-    """Compile a function that returns a whole number."""
-    return CFUNCTYPE(c_int64, c_void_p)(c_function(function, types.int64(types.int64)))
-
-
 @functools.cache
-def loop(name: str) -> Loop:
-    """Return the loop that runs parts of a job until none is left, of a "table" or a "rotation".
-
-    Several threads may do one job together; each part is done once.
-    """
-    return as_loop(_fill_table if name == "table" else _rotate)
+def as_check(function: Callable[[int], int]) -> Callable[[int], int]:
+    """Compile a function that returns a whole number, once in a process."""
+    return CFUNCTYPE(c_int64, c_void_p)(c_function(function, types.int64(types.int64)))
 
 
 @functools.cache
 def rotation(name: str) -> int:
     """Return the address of the code that rotates, for a key of TAGS: the `rotation` of a FORM."""
     return c_function(_rotation_of(TAGS[name]), types.void(*[types.int64] * 11))
-
-
-@functools.cache
-def is_safe() -> Callable[[int], int]:
-    """Return the function that checks a ROTATION, given its address.
-
-    It returns 1 if the `checks` pass that the ROTATION asks for: every row number is inside of the
-    table, and no output overlaps another one or an operand other than its own x.
-    """
-    return as_check(_check)
-
-
-@functools.cache
-def rotate_once() -> Callable[[object], Callable[..., bool]]:
-    """Return what binds a rotation to (address of its FORM, ...).
-
-    The bound function is a `jobs.Job` that runs on the calling thread.
-    """
-    return built_in(_rotate_once)
-
-
-@functools.cache
-def rotate_together() -> Callable[[object], Callable[..., bool]]:
-    """Return what binds a rotation on several threads of OpenMP to (address of its FORM, ...)."""
-    return built_in(_rotate_together)
-
-
-@functools.cache
-def rotate_once_at() -> Callable[[object], Callable[..., bool]]:
-    """Return what `rotate_once` does, for positions: their address is passed in place of cos."""
-    return built_in(_rotate_once_at)
