@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rotary import layouts
 from rotary.integrations import collect, hub_kernel, hub_layers
-from rotary.kernels import geometry, private
+from rotary.kernels import geometry, memory, private
 from rotary.kernels.torch import launch as torch_launch
 from rotary.kernels.torch import private as torch_private
 from rotary.kernels.torch import state as torch_state
@@ -143,7 +143,7 @@ MADE_OF = {
         torch_launch,
         hub_layers,
     ),
-    "triton.py": (arithmetic, launch, sources, triton_launch, compiled),
+    "triton.py": (arithmetic, launch, memory, sources, triton_launch, compiled),
 }
 
 

@@ -1,5 +1,7 @@
 """Describes blocks of memory by shape and strides, and finds those that share a byte."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -36,11 +38,47 @@ def contiguous(block: Block) -> Block:
     >>> contiguous(Block((2, 3), (4, 8), "float32")).strides
     (12, 4)
     """
-    strides, step = [], SIZES[block.dtype]
-    for size in reversed(block.shape):
-        strides.append(step)
-        step *= size
-    return block._replace(strides=tuple(reversed(strides)))
+    strides = dense_strides(block.shape, range(len(block.shape)), SIZES[block.dtype])
+    return block._replace(strides=strides)
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int], step: int) -> tuple[int, ...]:
+    """Return strides without gaps, of which the smallest is `step`.
+
+    `order` has the axes from the largest stride to the smallest; one that it lacks has stride 0.
+
+    >>> dense_strides((2, 3, 5), (1, 0), 8)
+    (8, 16, 0)
+    """
+    strides = [0] * len(shape)
+    for axis in reversed(order):
+        strides[axis] = step
+        step = step * max(shape[axis], 1)
+    return tuple(strides)
+
+
+def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Merge neighbours among axes (size, strides ...) where one stride steps through both.
+
+    >>> merged_axes([(2, 60), (3, 20), (4, 1)])
+    [(6, 20), (4, 1)]
+    """
+    merged: list[tuple[int, ...]] = []
+    for size, *steps in axes:
+        is_one = merged and all(a == size * b for a, b in zip(merged[-1][1:], steps, strict=True))
+        merged.append((size * merged.pop()[0] if is_one else size, *steps))
+    return merged
+
+
+def corners(axes: Sequence[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the offsets of every index of axes (size, strides ...) of `count` arrays.
+
+    >>> corners([(2, 10, 0), (3, 1, 5)], 2)
+    ((0, 0), (1, 5), (2, 10), (10, 0), (11, 5), (12, 10))
+    """
+    every = itertools.product(*[range(size) for size, *_ in axes])
+    strides = list(zip(*[steps for _, *steps in axes], strict=True)) or [()] * count
+    return tuple(tuple(sum(map(operator.mul, index, each)) for each in strides) for index in every)
 
 
 def is_contiguous(block: Block) -> bool:

@@ -11,10 +11,10 @@ import numpy as np
 from ...layouts import pair_slices
 from .. import Numbers as Array
 from ..geometry import Geometry
-from ..memory import SIZES, Block, extent, is_contiguous_last, is_injective
+from ..memory import SIZES, Block, dense_strides, extent, is_contiguous_last, is_injective
 from ..numpy import address
 from . import fused_loops, loops, short_floats, threads
-from .jobs import STREAM_BYTES, TILE_BYTES, is_aligned, merged_axes
+from .jobs import STREAM_BYTES, TILE_BYTES, axes_in_order, is_aligned
 from .rows import MODES, STREAMING, is_doubled
 from .vectors import CACHE_LINE
 
@@ -206,7 +206,7 @@ def _form(
             width * real * (is_head and is_many), token * is_full,
             0 if grad is None else grad.strides[axis], dot_steps[axis] * (grad is not None),
         ))  # fmt: skip
-    merged = merged_axes(axes)
+    merged = axes_in_order(axes)
     if len(merged) > 3:
         return None
     if len(merged) > 1 and merged[-1][5]:  # the rows of the last axis must share their weights
@@ -264,11 +264,7 @@ def _row_steps(x: Block, head_axis: int | None, has_heads: bool) -> tuple[int, .
     order = [axis for axis in range(len(x.shape) - 1) if axis != head_axis]
     if has_heads and head_axis is not None:
         order.append(head_axis)
-    steps, step = [0] * (len(x.shape) - 1), 8
-    for axis in reversed(order):
-        steps[axis] = step
-        step *= x.shape[axis]
-    return tuple(steps)
+    return dense_strides(x.shape[:-1], order, 8)
 
 
 def _roots(piece: Piece, x: int, eps: float, size: int) -> Array:

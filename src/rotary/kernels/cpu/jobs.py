@@ -25,10 +25,12 @@ from ..memory import (
     SIZES,
     Block,
     contiguous,
+    corners,
     extent,
     is_contiguous,
     is_contiguous_last,
     is_injective,
+    merged_axes,
 )
 from ..numpy import address
 from . import built_in, caches, loops, threads
@@ -59,7 +61,7 @@ class Call(NamedTuple):
     size: int  # bytes of all blocks
     # if one job cannot rotate all: the job of each block, and the offsets in bytes of x, out and
     # table for every index of the axes beyond three
-    blocks: tuple[tuple[Job, tuple[tuple[int, int, int], ...]], ...] = ()
+    blocks: tuple[tuple[Job, tuple[tuple[int, ...], ...]], ...] = ()
 
 
 def ready_call(
@@ -272,22 +274,15 @@ def run(call: Call, places: Sequence[tuple[int, int]], cos: int, sin: int, rows:
 
 def walk(
     x: Block, out: Block, is_in_place: bool, along: Block, row_size: int, geometry: Geometry
-) -> tuple[tuple[tuple[int, int, int], ...], Array]:
+) -> tuple[tuple[tuple[int, ...], ...], Array]:
     """Return the offsets of the axes beyond three, and the loops.STEPS of the other axes."""
     head_dim, itemsize = x.shape[-1], SIZES[x.dtype]
     table = [
         0 if dim is None or along.shape[dim] == 1 else along.strides[dim] for dim in geometry.dims
     ]
     steps_ = x.strides[:-1], out.strides[:-1], table
-    axes = merged_axes(list(zip(x.shape[:-1], *steps_, strict=True)))
+    axes = axes_in_order(list(zip(x.shape[:-1], *steps_, strict=True)))
     inner = [(1, 0, 0, 0)] * (3 - len(axes)) + axes[-3:]
-    offsets: tuple[tuple[int, int, int], ...] = ((0, 0, 0),)
-    for size, *step in axes[:-3]:
-        offsets = tuple(
-            (o[0] + i * step[0], o[1] + i * step[1], o[2] + i * step[2])
-            for o in offsets
-            for i in range(size)
-        )
     steps = np.zeros((), loops.STEPS)
     for axis, (size, *strides) in enumerate(inner):
         steps[f"size_{axis}"] = size
@@ -312,7 +307,7 @@ def walk(
     outer = 2 if steps["table_1"] else 1 if steps["table_0"] else 0  # axes along the table
     sizes = [int(steps[f"size_{axis}"]) for axis in range(2)]
     steps["groups"], steps["members"] = tiles * math.prod(sizes[:outer]), math.prod(sizes[outer:])
-    return offsets, steps
+    return corners(axes[:-3], 3), steps
 
 
 def _can_share_rows(q: Array, k: Array) -> bool:
@@ -325,21 +320,15 @@ def _can_share_rows(q: Array, k: Array) -> bool:
     return all([q[name] == k[name] for name in ("groups", "table_2", *along_rows)])
 
 
-def merged_axes(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def axes_in_order(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return axes (size, strides ...) in memory order, contiguous ones merged, without size 1.
 
     Then runs of rows are long, and a table row serves all heads while it is in the cache.
     """
     if any(size == 0 for size, *_ in axes):
         return [(0,) * len(axes[0])]
-    ordered = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -abs(axis[1]))
-    merged: list[tuple[int, ...]] = []
-    for axis in ordered:
-        size, *steps = axis
-        if merged and all(a == size * b for a, b in zip(merged[-1][1:], steps, strict=True)):
-            axis = (merged.pop()[0] * size, *axis[1:])
-        merged.append(axis)
-    return merged
+    longer = [axis for axis in axes if axis[0] > 1]
+    return merged_axes(sorted(longer, key=lambda axis: -abs(axis[1])))
 
 
 def tables(

@@ -35,12 +35,27 @@ def quick(
     tables: Sequence[object],
     out: Sequence[Array] | None,
 ) -> tuple[Array, ...] | None:
-    """Rotate arrays that the loops can read and write as they are; None for others."""
+    """Rotate arrays that the loops can read and write as they are; None for others.
+
+    None, with nothing written, also if a check fails.
+    """
     arrays: Sequence[Array] = tables  # type: ignore[assignment]  # checked in the next line
     if not all([type(each) is np.ndarray for each in (*xs, *tables, *(out or ()))]):
         return None
-    call = _ready_call(*_forms(xs, arrays, out), options_of(*caller_options))
-    return None if call is None else _results(call, xs, arrays, out)
+    signatures = tuple([
+        (array.shape, array.strides, array.dtype, array.flags.aligned)
+        for array in (*xs, *arrays, *(out or ()))
+    ])  # fmt: skip
+    is_in_place = None if out is None else _in_place(xs, out)
+    options = options_of(*caller_options)
+    call = _ready_call(signatures, len(xs), len(tables), is_in_place, options)
+    if call is None or not all([y.flags.writeable for y in out or ()]):
+        return None
+    outs = [np.empty(x.shape, x.dtype) for x in xs] if out is None else out
+    q, k, q_out, k_out = map(address, (xs[0], xs[-1], outs[0], outs[-1]))
+    cos, sin, rows = *map(address, arrays), *(0,) * (3 - len(arrays))
+    checks = CHECK_ROWS * (rows != 0) + CHECK_OVERLAP * (out is not None)
+    return tuple(outs) if call.job(q, q_out, k, k_out, cos, sin, rows, checks) else None
 
 
 def rotate(
@@ -84,33 +99,6 @@ def rotate(
         if target is not result:
             result[...] = target
     return results
-
-
-def _forms(
-    xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
-) -> tuple[tuple[Signature, ...], int, int, tuple[bool, ...] | None]:
-    """Return signatures of all arrays, the numbers of xs and tables, and which outputs are x."""
-    signatures = tuple([
-        (array.shape, array.strides, array.dtype, array.flags.aligned)
-        for array in (*xs, *tables, *(out or ()))
-    ])  # fmt: skip
-    return signatures, len(xs), len(tables), None if out is None else _in_place(xs, out)
-
-
-def _results(
-    call: Call, xs: Sequence[Array], tables: Sequence[Array], out: Sequence[Array] | None
-) -> tuple[Array, ...] | None:
-    """Run the call on these arrays; return None and write nothing if a check fails.
-
-    `tables` are cos, sin and perhaps row numbers, or only positions.
-    """
-    if not all([y.flags.writeable for y in out or ()]):
-        return None
-    outs = [np.empty(x.shape, x.dtype) for x in xs] if out is None else out
-    q, k, q_out, k_out = map(address, (xs[0], xs[-1], outs[0], outs[-1]))
-    cos, sin, rows = *map(address, tables), *(0,) * (3 - len(tables))
-    checks = CHECK_ROWS * (rows != 0) + CHECK_OVERLAP * (out is not None)
-    return tuple(outs) if call.job(q, q_out, k, k_out, cos, sin, rows, checks) else None
 
 
 def _in_place(xs: Sequence[Array], outs: Sequence[Array]) -> tuple[bool, ...]:

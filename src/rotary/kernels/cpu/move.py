@@ -94,7 +94,7 @@ class _BlockForm(NamedTuple):
 
     form: Array
     mode: int
-    offsets: tuple[tuple[int, int, int], ...]  # of x, of x as the output, and of the table
+    offsets: tuple[tuple[int, ...], ...]  # of x, of x as the output, and of the table
     size: int  # bytes of a block
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ..memory import dense_strides
 from .state import is_tracing, wants_grad
 
 Spans = Sequence[tuple[int, int]]  # for every axis: the first index on this rank, and how many
@@ -44,18 +45,9 @@ def wrapped(shard: Tensor, like: DTensor, shape: Sequence[int] | None = None) ->
     if shape is None and not is_tracing() and not like.is_contiguous():
         steps = list(zip(shard.stride(), like.stride(), strict=True))
         order = sorted(order, key=lambda axis: steps[axis], reverse=True)
-    stride = _dense(whole, order)
+    stride = dense_strides(whole, order, 1)
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole, stride=stride)
-
-
-def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return contiguous strides; `order` has the axes from the largest stride to the smallest."""
-    strides, step = [1] * len(shape), 1
-    for axis in reversed(order):
-        strides[axis] = step
-        step = step * max(shape[axis], 1)
-    return tuple(strides)
 
 
 def share_of(

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..geometry import Geometry
+from ..memory import corners, merged_axes
 
 _THREADS = 64  # of a program, if there are many programs
 _VECTOR = 16  # bytes of the widest load
@@ -88,8 +89,8 @@ def plan(
     head = _head_axis(q, k, angles)
     rest = [axis for axis, size in enumerate(sizes) if axis != head and size > 1]
     token = _token_axis(rest, angles)
-    merged = _merged([(sizes[axis], every[axis]) for axis in rest if axis != token])
-    batches, batch = merged.pop() if merged else (1, (0,) * 5)
+    merged = merged_axes([(sizes[axis], *every[axis]) for axis in rest if axis != token])
+    batches, *batch = merged.pop() if merged else (1, *(0,) * 5)
     token_count, token_steps = (1, (0,) * 5) if token is None else (sizes[token], every[token])
     q_heads, k_heads, head_steps = (1, 1, (0,) * 5)
     if head is not None:
@@ -97,7 +98,7 @@ def plan(
     q_heads = 0 if 0 in q else q_heads  # an array without elements is not read
     k_heads = 0 if 0 in k or count == 1 else k_heads
 
-    steps = [batch, token_steps, head_steps, *(step for _, step in merged)]
+    steps = [batch, token_steps, head_steps, *(step for _, *step in merged)]
     vector = _VECTOR // itemsize
     align = math.gcd(vector, *(number for step in steps for number in step[:4]))
     is_indexed = angles.has_rows and not angles.is_exact
@@ -153,7 +154,7 @@ def plan(
             "WIDE": farthest + q[-1] >= 2**31,
         },
         (2 if pairs < 4 * processors * tile else 1) * _THREADS // lanes,
-        _corners(merged),
+        corners(merged, 5),
     )
 
 
@@ -211,28 +212,6 @@ def _token_axis(rest: Sequence[int], angles: Angles) -> int | None:
     varying = [axis for axis in rest if angles.strides[axis]]
     axes = varying or rest
     return axes[-1] if axes else None
-
-
-def _merged(axes: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Merge neighbouring axes that one stride can step through."""
-    result: list[tuple[int, tuple[int, ...]]] = []
-    for size, steps in axes:
-        if result and all(a == size * b for a, b in zip(result[-1][1], steps, strict=True)):
-            result[-1] = result[-1][0] * size, steps
-        else:
-            result.append((size, steps))
-    return result
-
-
-def _corners(axes: list[tuple[int, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:
-    corners: list[tuple[int, ...]] = [(0,) * 5]
-    for size, steps in axes:
-        corners = [
-            tuple(at + index * step for at, step in zip(corner, steps, strict=True))
-            for corner in corners
-            for index in range(size)
-        ]
-    return tuple(corners)
 
 
 def _tile(tokens: int, heads: tuple[int, int], rows: int, is_by_token: bool) -> tuple[int, int]:
