@@ -40,7 +40,7 @@ def rotate(
     Arguments and errors are those of `rotary.rotate`, except `out`: MLX makes new arrays.
     """
     check_xs(xs, out)
-    _check_tables(cos, sin)
+    reference.check_tables(cos, sin, _kind(cos), _kind(sin))
     rows = None if positions is None else _check_rows(positions, len(cos))
     geometry = geometry_of_arrays(xs, cos, rows, options)
     tables = [_to_mlx(table) for table in (cos, sin)]
@@ -191,23 +191,7 @@ def check_xs(xs: Sequence[Array | Numbers], out: object) -> None:
         raise TypeError(
             "out= cannot be used with MLX arrays, which are not written into: use the result"
         )
-    kinds = [*map(_kind, xs)]
-    for kind in kinds:
-        if kind not in reference.FLOATS:
-            raise TypeError(f"x must be one of {', '.join(reference.FLOATS)}, got {kind}")
-        if kind != kinds[0]:
-            raise TypeError(f"q, k and v must have one dtype, got {kinds[0]} and {kind}")
-
-
-def _check_tables(cos: Array | Numbers, sin: Array | Numbers) -> None:
-    cos_kind, sin_kind = _kind(cos), _kind(sin)
-    if cos.shape != sin.shape or cos_kind != sin_kind:
-        raise ValueError(
-            f"cos and sin must have one shape and dtype, got {cos_kind} {cos.shape} and "
-            f"{sin_kind} {sin.shape}"
-        )
-    if cos_kind not in ("float32", "float64"):
-        raise TypeError(f"tables must be float32, got {cos_kind}{reference.if_rounded(cos_kind)}")
+    reference.check_dtypes([*map(_kind, xs)])
 
 
 def _check_rows(positions: object, length: int) -> Array:
@@ -259,10 +243,7 @@ def inspect(positions: Array | Numbers) -> tuple[str, float | None, float | None
     """("int" | "float32" | "float64", smallest, largest); None if values cannot be read."""
     kind = _kind(positions)
     if not (_is_whole(positions) or kind in ("float32", "float64")):
-        raise TypeError(
-            "positions must be whole numbers, or float64 if fractional, got "
-            f"{kind}{reference.if_rounded(kind)}"
-        )
+        raise reference.wrong_positions(kind)
     numbers = _values(positions)
     return reference.inspect(np.empty(0, kind) if numbers is None else numbers)
 

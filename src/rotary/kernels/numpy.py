@@ -68,20 +68,23 @@ def name_of(dtype: np.dtype[np.generic]) -> str:
     return dtype.name if dtype.isnative else f"{dtype.byteorder}{dtype.name}"
 
 
-def _described(dtype: np.dtype[np.generic]) -> str:
-    if not dtype.isnative:
-        return f"{name_of(dtype)}: pass x.astype(x.dtype.newbyteorder('='))"
-    return name_of(dtype) + if_rounded(name_of(dtype))
+def described(kind: str) -> str:
+    """Return the name of a wrong dtype, of any library, with what an error says of it.
 
-
-def if_rounded(dtype: str) -> str:
-    """Return what an error says of tables or positions in a dtype of 16 bits; else "".
-
-    >>> if_rounded("torch.bfloat16"), if_rounded("int32")
-    (': they are already rounded', '')
+    >>> described("torch.bfloat16"), described("int32")
+    ('torch.bfloat16: they are already rounded', 'int32')
     """
-    is_short = dtype.removeprefix("torch.") in ("float16", "bfloat16")
-    return ": they are already rounded" if is_short else ""
+    if kind.startswith(("<", ">")):
+        return f"{kind}: pass x.astype(x.dtype.newbyteorder('='))"
+    is_short = kind.removeprefix("torch.") in ("float16", "bfloat16")
+    return f"{kind}: they are already rounded" if is_short else kind
+
+
+def wrong_positions(kind: str) -> TypeError:
+    """Return the error for positions of a dtype, of any library."""
+    return TypeError(
+        f"positions must be whole numbers, or float64 if fractional, got {described(kind)}"
+    )
 
 
 def check_operands(
@@ -89,26 +92,36 @@ def check_operands(
 ) -> None:
     """Refuse what cannot be rotated: dtypes, mixed libraries, unusable `out`."""
     check_xs(xs, None)
-    if cos.shape != sin.shape or cos.dtype != sin.dtype:
-        raise ValueError(
-            f"cos and sin must have one shape and dtype, got {cos.dtype} {cos.shape} and "
-            f"{sin.dtype} {sin.shape}"
-        )
-    if cos.dtype not in (np.float32, np.float64):
-        raise TypeError(f"tables must be float32, got {_described(cos.dtype)}")
+    check_tables(cos, sin, name_of(cos.dtype), name_of(sin.dtype))
     if out is not None:
         check_out((*xs, cos, sin), out)
 
 
 def check_xs(xs: Sequence[Array], out: Sequence[Array] | None) -> None:
     """Refuse x and `out` that cannot be rotated, whatever the tables are."""
-    for x in xs:
-        if name_of(x.dtype) not in FLOATS:
-            raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {_described(x.dtype)}")
-        if x.dtype != xs[0].dtype:
-            raise TypeError(f"q, k and v must have one dtype, got {xs[0].dtype} and {x.dtype}")
+    check_dtypes([name_of(x.dtype) for x in xs])
     if out is not None:
         check_out(xs, out)
+
+
+def check_dtypes(kinds: Sequence[str]) -> None:
+    """Refuse dtypes of q, k and v, of any library, that cannot be rotated or that differ."""
+    for kind in kinds:
+        if kind.removeprefix("torch.") not in FLOATS:
+            raise TypeError(f"x must be one of {', '.join(FLOATS)}, got {described(kind)}")
+        if kind != kinds[0]:
+            raise TypeError(f"q, k and v must have one dtype, got {kinds[0]} and {kind}")
+
+
+def check_tables(cos: Operand, sin: Operand, of_cos: str, of_sin: str) -> None:
+    """Refuse tables, of any library, by their shapes and the names of their dtypes."""
+    if cos.shape != sin.shape or of_cos != of_sin:
+        raise ValueError(
+            f"cos and sin must have one shape and dtype, got {of_cos} {tuple(cos.shape)} and "
+            f"{of_sin} {tuple(sin.shape)}"
+        )
+    if of_cos.removeprefix("torch.") not in ("float32", "float64"):
+        raise TypeError(f"tables must be float32, got {described(of_cos)}")
 
 
 def check_out(inputs: Sequence[Array], out: Sequence[Array]) -> None:
@@ -181,9 +194,7 @@ def inspect(positions: Array) -> tuple[str, float | None, float | None]:
     elif "int" in dtype.name:  # of JAX and ml_dtypes, such as int4
         raise TypeError(f"positions must be whole numbers of 8 to 64 bits, got {dtype.name}")
     else:
-        raise TypeError(
-            f"positions must be whole numbers, or float64 if fractional, got {_described(dtype)}"
-        )
+        raise wrong_positions(name_of(dtype))
     if not positions.size:
         return kind, None, None
     return kind, positions.min().item(), positions.max().item()

@@ -161,7 +161,7 @@ def as_positions(positions: object, like: Tensor) -> Tensor:
     array = np.asarray(positions) if is_tracing() else reference.of_list(positions)
     kind = "i" if is_tracing() else array.dtype.kind  # Dynamo does not know NumPy dtypes
     if kind in "OSUV":  # objects, such as 2**70, and texts
-        raise TypeError(_not_whole(array.dtype))
+        raise reference.wrong_positions(str(array.dtype))
     return as_tensor("positions", array, like)
 
 
@@ -202,15 +202,11 @@ def inspect(positions: Tensor) -> tuple[str, float | None, float | None]:
     elif positions.dtype in (torch.float32, torch.float64):
         kind = FLOATS[positions.dtype]
     else:
-        raise TypeError(_not_whole(positions.dtype))
+        raise reference.wrong_positions(str(positions.dtype))
     values = host_values(positions)
     return (
         (kind, None, None) if values is None else (kind, *reference.inspect(host_array(values))[1:])
     )
-
-
-def _not_whole(dtype: object) -> str:
-    return f"positions must be whole numbers, or float64 if fractional, got {dtype}"
 
 
 def row_lengths(positions: Tensor) -> list[int]:

@@ -12,7 +12,6 @@ from ..memory import check_overlap
 from .launch import form
 from .private import is_in_forward_mode, unmapped
 from .state import (
-    FLOATS,
     INTEGERS,
     as_tensor,
     has_memory,
@@ -31,14 +30,7 @@ def check_operands(
     for table in (cos, sin):
         check_device(table, xs[0])
     check_xs(xs, out)
-    if cos.shape != sin.shape or cos.dtype != sin.dtype:
-        raise ValueError(
-            f"cos and sin must have one shape and dtype, got {cos.dtype} {tuple(cos.shape)} and "
-            f"{sin.dtype} {tuple(sin.shape)}"
-        )
-    if cos.dtype not in (torch.float32, torch.float64):
-        hint = reference.if_rounded(str(cos.dtype))
-        raise TypeError(f"tables must be float32, got {cos.dtype}{hint}")
+    reference.check_tables(cos, sin, str(cos.dtype), str(sin.dtype))
 
 
 def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
@@ -47,11 +39,7 @@ def check_xs(xs: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
     check_strided((*xs, *(out or ())))
     for tensor in (*xs[1:], *(out or ())):
         check_device(tensor, x)
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be one of {', '.join(FLOATS.values())}, got {x.dtype}")
-    for other in xs[1:]:
-        if other.dtype != x.dtype:
-            raise TypeError(f"q, k and v must have one dtype, got {x.dtype} and {other.dtype}")
+    reference.check_dtypes([str(tensor.dtype) for tensor in xs])
     if out is None:
         return
     if len(out) != len(xs):
