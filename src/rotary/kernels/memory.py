@@ -1,12 +1,14 @@
 """Describes blocks of memory by shape and strides, and finds those that share a byte."""
 
+import ctypes
 import itertools
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 SIZES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -135,7 +137,7 @@ def _share_bytes(one: tuple[int, Block], other: tuple[int, Block]) -> bool:
     (low, high), (other_low, other_high) = extent(one[1]), extent(other[1])
     if one[0] + high <= other[0] + other_low or other[0] + other_high <= one[0] + low:
         return False
-    first, second = (np.asarray(_Interface(*each)) for each in (one, other))
+    first, second = (array_at(*each, f"V{SIZES[each[1].dtype]}") for each in (one, other))
     return bool(np.shares_memory(first, second))
 
 
@@ -152,14 +154,9 @@ def extent(block: Block) -> tuple[int, int]:
     return sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + SIZES[block.dtype]
 
 
-class _Interface:
-    """A block in NumPy's array interface, for comparisons; its bytes are never read."""
-
-    def __init__(self, address: int, block: Block) -> None:
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": block.shape,
-            "strides": block.strides,
-            "typestr": f"|V{SIZES[block.dtype]}",
-            "version": 3,
-        }
+def array_at(address: int, block: Block, kind: str, owner: object = None) -> npt.NDArray[Any]:
+    """Return the memory of a block as an array of a NumPy type; `owner` keeps the memory alive."""
+    low, high = extent(block)
+    memory: Any = (ctypes.c_char * (high - low)).from_address(address + low)
+    memory.owner = owner
+    return np.ndarray(block.shape, kind, memory, -low, block.strides)

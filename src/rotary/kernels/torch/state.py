@@ -9,6 +9,7 @@ from torch import Tensor
 from ...words import brief
 from .. import Numbers
 from .. import numpy as reference
+from ..memory import Block, array_at
 from .private import (
     constant,
     count_of_modes,
@@ -158,25 +159,14 @@ def _native(name: str, array: Numbers) -> Numbers:
     return array.astype(kind, order="C")
 
 
-class _Memory:
-    """Gives NumPy the memory of a plain tensor by no operator that a transform would see."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.owner = x
-        kind = np.dtype(str(x.dtype).removeprefix("torch."))
-        self.__array_interface__ = {
-            "data": (x.data_ptr(), True),
-            "shape": tuple(x.shape),
-            "strides": tuple([kind.itemsize * step for step in x.stride()]),
-            "typestr": kind.str,
-            "version": 3,
-        }
-
-
 def host_array(x: Tensor) -> Numbers:
     """Return the memory of a plain tensor on the host as a NumPy array; do not write to it.
 
     >>> host_array(torch.arange(3))
     array([0, 1, 2])
     """
-    return np.asarray(_Memory(x)) if is_transforming() else x.detach().numpy()
+    if not is_transforming():
+        return x.detach().numpy()
+    strides = tuple([x.itemsize * step for step in x.stride()])
+    block = Block(tuple(x.shape), strides, str(x.dtype).removeprefix("torch."))
+    return array_at(x.data_ptr(), block, block.dtype, x)  # a transform would see an operator
