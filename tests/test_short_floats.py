@@ -13,12 +13,12 @@ from programs import alone
 pytest.importorskip("numba")
 import ml_dtypes
 import numba
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 import rotary
 from rotary.kernels.cpu import short_floats
 from rotary.kernels.cpu import vectors as vec
+from rotary.kernels.cpu.instructions import INT, TAG, emitted
 
 KINDS = {
     "bfloat16": (np.uint16(0), np.uint16, ml_dtypes.bfloat16),
@@ -43,16 +43,11 @@ def loops(request, monkeypatch):
     monkeypatch.setattr(short_floats, "compiles_for", lambda feature, _: feature in has)
 
     def walk(body_of):
-        @intrinsic
-        def each(context, tag, source, target, count):
-            def generate(context, b, signature, arguments):
-                _, source, target, count = arguments
-                element = vec.ELEMENTS[tag]
-                widths = 2 * element.lanes[0], *element.lanes  # as many as in interleaved pairs
-                vec.each(b, count, widths, body_of(b, tag, element.size, source, target))
-                return context.get_dummy_value()
-
-            return types.void(tag, types.int64, types.int64, types.int64), generate
+        @emitted(TAG, INT, INT, INT)
+        def each(b, tag, source, target, count):
+            element = vec.ELEMENTS[tag]
+            widths = 2 * element.lanes[0], *element.lanes  # as many as in interleaved pairs
+            vec.each(b, count, widths, body_of(b, tag, element.size, source, target))
 
         return njit(lambda tag, source, target, count: each(tag, source, target, count))
 
@@ -251,18 +246,13 @@ def test_processors_with_other_registers_give_the_same_gradients():
 def test_stores_that_are_to_bypass_the_caches_do(kind):
     """LLVM converted to float16 and stored in one instruction, which knows no such store."""
 
-    @intrinsic
-    def stream(context, tag, source, target):
-        def generate(context, b, signature, arguments):
-            tag, (_, source, target) = signature.args[0], arguments
-            value = vec.load(b, vec.ELEMENTS[tag].real, source, vec.ELEMENTS[tag].lanes[0])
-            vec.store_wide(b, tag, target, value, True)
-            return context.get_dummy_value()
-
-        return types.void(tag, types.int64, types.int64), generate
+    @emitted(TAG, INT, INT)
+    def stream(b, tag, source, target):
+        value = vec.load(b, vec.ELEMENTS[tag].real, source, vec.ELEMENTS[tag].lanes[0])
+        vec.store_wide(b, tag, target, value, True)
 
     walk = njit(lambda tag, source, target: stream(tag, source, target))
-    walk.compile((numba.typeof(kind(0)), types.int64, types.int64))
+    walk.compile((numba.typeof(kind(0)), INT, INT))
     (assembly,) = walk.inspect_asm().values()
     stored = vec.ELEMENTS[numba.typeof(kind(0))].lanes[0] * kind(0).itemsize
     assert len(re.findall(r"\bv?movnt\w+\s+%\w+, ", assembly)) >= stored // 64

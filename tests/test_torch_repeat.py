@@ -334,7 +334,7 @@ def test_new_outputs_are_those_of_empty_like(mode):
 
 def test_outputs_without_the_allocator_of_inductor(monkeypatch):
     monkeypatch.setattr(torch_ready, "recent", {})
-    monkeypatch.setattr(torch_ready, "empty_strided", torch_private._empty_on_cpu)
+    monkeypatch.setattr(torch_ready, "empty_strided", torch_private._empty_on("cpu"))
     test_new_outputs_are_those_of_empty_like(torch.no_grad)
 
 

@@ -110,54 +110,43 @@ class _Cache(_FunctionCache):
 class _Files(_CacheFiles):
     """Numba's cache files, each beginning with the SHA-256 of the rest.
 
-    A file with another checksum counts as missing. The index has the number of the data file of
-    each key. A data file contains its key as well, since the index may name an older file: if the
-    disk is full, or if two processes write at once.
+    A file with another checksum counts as missing, and so does one of another release of Numba or
+    of other sources. The index has the name of the data file of each key. A data file contains its
+    key as well, since the index may name an older file: if the disk is full, or if two processes
+    write at once.
     """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         for name in _OF_FILES:
             getattr(self, name)  # AttributeError if this release of Numba does not have it
+        self._stamps = [self._version, self._source_stamp]
 
     def save(self, key: object, data: object) -> None:
         """Write the code of `key`, a signature and a processor."""
-        super().save(key, [self._version, self._source_stamp, self._dump((key, data))])
+        super().save(key, (key, data))
 
     def load(self, key: object) -> object:
         """Return the code of `key`; None if there is none, or the file has that of another key."""
-        content = super().load(key)
-        if content is None:
-            return None
-        *stamps, code = content
-        if stamps != [self._version, self._source_stamp]:
-            return None
-        saved_key, data = pickle.loads(code)
+        saved_key, data = super().load(key) or (None, None)
         return data if saved_key == key else None
 
     def _load_index(self) -> dict[object, str]:
-        content = _checked(Path(self._index_path))
-        if content is None:
-            return {}
-        *stamps, names = pickle.loads(content)
-        if stamps != [self._version, self._source_stamp]:  # another Numba may not know the types
-            return {}
-        return dict(pickle.loads(names))
+        return self._load_data(Path(self._index_path).name) or {}
 
     def _save_index(self, overloads: dict[object, str]) -> None:
-        stamped = [self._version, self._source_stamp, self._dump(overloads)]
-        self._write(self._index_path, stamped)
+        self._save_data(Path(self._index_path).name, overloads)
 
-    def _load_data(self, name: str) -> object:
+    def _load_data(self, name: str) -> Any:
         content = _checked(Path(self._data_path(name)))
-        return None if content is None else pickle.loads(content)
+        if content is None:
+            return None
+        *stamps, data = pickle.loads(content)  # another Numba may not know the types in the data
+        return pickle.loads(data) if stamps == self._stamps else None
 
     def _save_data(self, name: str, data: object) -> None:
-        self._write(self._data_path(name), data)
-
-    def _write(self, path: str, data: object) -> None:
-        content = self._dump(data)
-        with self._open_for_write(path) as file:
+        content = self._dump([*self._stamps, self._dump(data)])
+        with self._open_for_write(self._data_path(name)) as file:
             file.write(hashlib.sha256(content).digest() + content)
 
 

@@ -31,19 +31,10 @@ class Kind(NamedTuple):
     places: tuple[int, ...]
 
 
-class Operands(NamedTuple):
-    """The operands of a call by their names, None where the call has none."""
-
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    norm: Norm | None
-    cache: KVCache | LatentCache | None
-    scales: tuple[object, object, object]
-
-
-def operands_of(kind: Kind, xs: Sequence[Tensor]) -> Operands:
-    """Return the operands of a call of this kind by name."""
+def operands_of(
+    kind: Kind, xs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Stages]:
+    """Return q, k, v and the stages of a call of this kind, None for what it does not have."""
     q, k, v, first, second, slots, wq, wk, wv, *scales = [
         None if place == ABSENT else xs[place] for place in kind.places
     ]
@@ -52,16 +43,10 @@ def operands_of(kind: Kind, xs: Sequence[Tensor]) -> Operands:
     of_q, of_k, of_v = [x if scale is None else scale for scale, x in pairs]
     has_norm = any([weight is not None for weight in (wq, wk, wv)])
     norm = Norm(wq, wk, kind.eps, wv, kind.add_one) if has_norm else None
-    cache: KVCache | LatentCache | None = None
-    if kind.cache is KVCache:
-        cache = KVCache(first, second, slots, of_k, of_v)
-    elif kind.cache is LatentCache:
+    if kind.cache is None:
+        return q, k, v, Stages(norm, None, kind.dtype, (of_q, of_k, of_v))
+    cache: KVCache | LatentCache = KVCache(first, second, slots, of_k, of_v)
+    if kind.cache is LatentCache:
         assert isinstance(of_k, float)
         cache = LatentCache(first, slots, of_k)
-    return Operands(q, k, v, norm, cache, (of_q, of_k, of_v))
-
-
-def stages_of(kind: Kind, operands: Operands) -> Stages:
-    """Return the stages of a call of this kind."""
-    scales = operands.scales if kind.cache is None else (operands.scales[0], 1.0, 1.0)
-    return Stages(operands.norm, operands.cache, kind.dtype, scales)
+    return q, k, v, Stages(norm, cache, kind.dtype, (of_q, 1.0, 1.0))

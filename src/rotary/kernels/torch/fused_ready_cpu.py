@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cpu import fused_jobs as jobs
 from ..cpu.fused_calls import Call, PreparedPiece, pieces_of
-from ..stages import LatentCache, Stages, fit
+from ..stages import LatentCache, fit
 from .checks import check_memory, check_no_inference, check_operands
 from .fused_cpu import ACCESS
 from .fused_kind import ABSENT, Kind, operands_of
@@ -30,13 +30,14 @@ def code_of(
     operands = [None if place == ABSENT else xs[place] for place in kind.places]
     if not _can_run(kind, xs, operands, tables, out):
         return None
-    q, k, v, norm, cache, _ = operands_of(kind, xs)
+    q, k, v, stages = operands_of(kind, xs)
+    cache = stages.cache
     if v is not None and cache is None and out is not None:
         return None  # v is returned unchanged, so no output may lie in it
     cos, sin, *rows = tables
     check_operands([x for x in (q, k, v) if x is not None], cos, sin, None)
     row_numbers = rows[0] if rows else None
-    fitted = fit((q, k, v), cos, row_numbers, kind.options, Stages(norm, cache))
+    fitted = fit((q, k, v), cos, row_numbers, kind.options, stages)
     if cache is not None and fitted.place < len(fitted.tokens) - 1:
         return None  # the slots are put in the order of q
     rotated = (q,) if k is None or cache is not None else (q, k)
@@ -48,7 +49,7 @@ def code_of(
     if len({y.is_inference() for y in written}) > 1:
         return None
     check_no_inference(written)
-    call = Call(ACCESS, cos, sin, row_numbers, fitted, norm)
+    call = Call(ACCESS, cos, sin, row_numbers, fitted, stages.norm)
     pieces = pieces_of(call, (q, k, v), outs, cache)
     if pieces is None:
         return None

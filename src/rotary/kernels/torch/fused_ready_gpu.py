@@ -11,7 +11,7 @@ from ..memory import extent
 from ..stages import check_scales, fit, written_to
 from ..triton.plan import ALIGNED
 from .checks import check_memory, check_no_inference, check_operands, check_rows, check_xs
-from .fused_kind import Kind, operands_of, stages_of
+from .fused_kind import Kind, operands_of
 from .gpu import Addresses, range_check
 from .launch import form, is_for_gpu
 from .private import increment_version
@@ -38,9 +38,8 @@ def code_of(
         return None
     if len({x.data_ptr() for x in read}) < len(read):
         return None  # views of one tensor: an address does not tell them apart
-    operands = operands_of(kind, xs)
-    q, k, v, _, cache, _ = operands
-    stages, caches = stages_of(kind, operands), written_to(cache)
+    q, k, v, stages = operands_of(kind, xs)
+    caches = written_to(stages.cache)
     check_scales(stages, (q, k, v), lambda scale: None)  # those in tensors are on the device
     given = [x for x in (q, k, v) if x is not None]
     if halves is None:

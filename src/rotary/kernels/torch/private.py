@@ -203,12 +203,13 @@ def unwrapped(x: Tensor) -> Tensor | None:
 # --- faster calls ---
 
 
-def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+EmptyStrided = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
-def _empty_on_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+def _empty_on(device: str) -> EmptyStrided:
+    return lambda shape, strides, dtype: torch.empty_strided(
+        shape, strides, dtype=dtype, device=device
+    )
 
 
 # None in a torch that has no guards: then no call is repeated
@@ -218,9 +219,9 @@ increment_version: Callable[[Iterable[Tensor]], None] = private(
     torch, "_C._increment_version", torch.autograd.graph.increment_version
 )
 # Inductor's function, which does not pass the dispatcher: half of the time, and half of the code
-empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = private(
-    torch, "_C._dynamo.guards._empty_strided_cpu", _empty_on_cpu
+empty_strided: EmptyStrided = private(
+    torch, "_C._dynamo.guards._empty_strided_cpu", _empty_on("cpu")
 )
-empty_strided_on_cuda: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = private(
-    torch, "_C._dynamo.guards._empty_strided_cuda", _empty_on_cuda
-)  # on the current device
+empty_strided_on_cuda: EmptyStrided = private(  # on the current device
+    torch, "_C._dynamo.guards._empty_strided_cuda", _empty_on("cuda")
+)
