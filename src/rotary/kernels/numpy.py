@@ -35,7 +35,14 @@ def rotate(
     """
     check_operands(xs, cos, sin, out)
     rows = None if positions is None else check_rows(positions, cos)
-    geometry = geometry_of_arrays(xs, cos, rows, options)
+    return turned(xs, cos, sin, rows, geometry_of_arrays(xs, cos, rows, options), out)
+
+
+def turned(
+    xs: Sequence[Array], cos: Array, sin: Array, rows: Array | None, geometry: Geometry,
+    out: Sequence[Array] | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Rotate by the formula, without checks."""
     if rows is not None:
         cos, sin = cos[rows], sin[rows]
     cos, sin = aligned(cos, geometry.dims), aligned(sin, geometry.dims)

@@ -16,7 +16,7 @@ import numpy as np
 from . import Numbers as Array
 from . import Operand
 from .fused_steps import Cache, Library, cache_writes, finished, normed, slot_indices, stored
-from .geometry import Geometry, Options
+from .geometry import Options
 from .memory import check_overlap
 from .numpy import (
     address,
@@ -26,10 +26,10 @@ from .numpy import (
     check_rows,
     name_of,
     of_list,
-    rotate,
     takes,
+    turned,
 )
-from .stages import Fit, Norm, Stages, changes_v, check_arrays, check_scales, fit
+from .stages import Fit, Stages, changes_v, check_arrays, check_scales, fit
 
 Result = Array | tuple[Array, Array] | None  # with its scales if they were computed
 
@@ -55,11 +55,11 @@ def fused(
     check_operands(xs, cos, sin, None)
     rows = None if positions is None else check_rows(positions, cos)
     fitted = fit((q, k, v), cos, rows, options, stages)
-    turned = [
-        norm_and_rotate(x, name, cos, sin, rows, stages.norm, fitted, geometry)
-        for (name, x), geometry in zip((("q", q), ("k", k)), fitted.geometries, strict=False)
-        if x is not None
-    ]
+    ys: list[Array] = []
+    for x, name, geometry in zip((q, k), "qk", fitted.geometries, strict=False):
+        if x is not None:
+            wide = normed(LIBRARY, x, name, stages.norm, fitted.head_axis)
+            ys += turned((wide,), cos, sin, rows, geometry)
     is_changed = changes_v(stages) or stages.cache is not None
     of_v = v if is_changed else None
     updates: list[Update] = []
@@ -71,24 +71,13 @@ def fused(
         # v is returned as it is, so no output may be it
         of_outs = [(address(y), block(y)) for y in out]
         check_overlap([(address(v), block(v))], of_outs, in_place=False)
-    results = finished(LIBRARY, of_v, turned, name_of(q.dtype), fitted, stages, store)
+    results = finished(LIBRARY, of_v, ys, name_of(q.dtype), fitted, stages, store)
     if out is not None:
         updates += into_outputs(results, out)
         arrays = iter(out)
         results = [None if result is None else next(arrays) for result in results]
     write(updates)
     return results[0], results[1], results[2] if is_changed else v
-
-
-def norm_and_rotate(
-    x: Array, name: str, cos: Array, sin: Array, rows: Array | None,
-    norm: Norm | None, fitted: Fit, geometry: Geometry,
-) -> Array:  # fmt: skip
-    """Return x normalized and rotated, not yet rounded."""
-    start, pairs, layout, out_layout, _, conjugate = geometry
-    options = Options(layout, out_layout, 2 * pairs, start, fitted.seq_axis, None, conjugate)
-    wide = normed(LIBRARY, x, name, norm, fitted.head_axis)
-    return rotate((wide,), cos, sin, rows, options, None)[0]
 
 
 def dtype_of(kind: str) -> np.dtype[np.generic]:
