@@ -122,7 +122,8 @@ def fill_lines(
         def fill(layouts, index, lanes):
             order = vec.is_reordered(tag, lanes, *layouts)
             addresses = (vec.at(b, b.add(table, place), index, 4) for table in (cos, sin))
-            c, s = (vec.load_reals(b, F32, address, lanes, order) for address in addresses)
+            loaded = (vec.load(b, F32, address, lanes) for address in addresses)
+            c, s = (short_floats.reordered(b, each) if order else each for each in loaded)
             if real is F64:
                 c, s = vec.as_double(b, c), vec.as_double(b, s)
             s = b.fmul(s, vec.splat(b, sign, lanes))

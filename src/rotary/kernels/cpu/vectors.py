@@ -217,14 +217,6 @@ def is_reordered(tag: types.Type, lanes: int, *layouts: str) -> bool:
     return tag is types.uint16 and size > 0 and lanes % size == 0 and set(layouts) <= {"half"}
 
 
-def load_reals(
-    b: ir.IRBuilder, element: ir.Type, address: ir.Value, lanes: int, reordered: bool
-) -> ir.Value:
-    """Load `lanes` numbers of the type of the arithmetic, `reordered` as `short_floats.order`."""
-    value = load(b, element, address, lanes)
-    return short_floats.reordered(b, value) if reordered else value
-
-
 def load_pairs(
     b: ir.IRBuilder, tag: types.Type, row: ir.Value, index: ir.Value, pairs: ir.Value, lanes: int,
     layout: str, reordered: bool = False,
