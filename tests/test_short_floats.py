@@ -18,6 +18,7 @@ from numba import njit
 import rotary
 from rotary.kernels.cpu import short_floats
 from rotary.kernels.cpu import vectors as vec
+from rotary.kernels.cpu.fused_rows import square_rows
 from rotary.kernels.cpu.instructions import INT, TAG, emitted
 
 KINDS = {
@@ -284,3 +285,14 @@ def test_a_nan_of_any_bits_stays_one(bits, layout, dtype):
     assert np.isnan(
         rotary.rotate(x, *tables, spec, seq_dim=-2)[..., turned].astype(np.float32)
     ).all()
+
+
+@pytest.mark.parametrize(("tag", "is_exact"), [(np.float32(0), False), (np.uint16(0), True)])
+def test_only_exact_squares_may_be_fused_with_their_additions(tag, is_exact):
+    """LLVM for ARM fused those of float32 because the addition allowed it: other bits than x86."""
+    run = njit(
+        lambda tag, x, step, width, count, sums: square_rows(tag, x, step, width, count, sums)
+    )
+    run.compile((numba.typeof(tag), *[numba.int64] * 5))
+    (code,) = run.inspect_llvm().values()
+    assert ("contract" in code) == is_exact

@@ -76,9 +76,8 @@ def weight_row(b, tag, kind, weight, order, add_one, count, gain):
 def square_rows(b, tag, x, step, width, count, partial):
     """Write eight sums of the squares of each of `count` rows to `partial`, for `add_rows`."""
     _, size, real, widths = ELEMENTS[tag]
-    total = Sum(b, real, widths[-1])
-    # fused with the additions where possible: squares of 16 bits are exact
-    flags = ("contract",) if size == 2 else ()
+    flags = ("contract",) if size == 2 else ()  # squares of 16 bits are exact
+    total = Sum(b, real, widths[-1], flags)
     # not in blocks of more numbers than there are sums
     is_reordered = vec.is_reordered(tag, total.lanes)
     has_rest = b.icmp_signed("!=", b.and_(width, vec.constant(I64, 1, widths[-1] - 1)), NONE)

@@ -15,11 +15,15 @@ EIGHT = 8  # sums that are left of a row before eight rows are added together
 class Sum:
     """A running sum of vectors, whose lengths are multiples of `lanes`, and of single numbers.
 
-    Twice `lanes` numbers each have a sum of their own; all single numbers share one.
+    Twice `lanes` numbers each have a sum of their own; all single numbers share one. `flags` of the
+    additions may be ("contract",) where only exact products are added: LLVM for ARM then fuses
+    every product with its addition, also those without the flag.
     """
 
-    def __init__(self, b: ir.IRBuilder, real: ir.Type, lanes: int) -> None:
-        self.b, self.real, self.lanes = b, real, lanes
+    def __init__(
+        self, b: ir.IRBuilder, real: ir.Type, lanes: int, flags: tuple[str, ...] = ()
+    ) -> None:
+        self.b, self.real, self.lanes, self.flags = b, real, lanes, flags
         self.parts = [on_stack(b, vector(real, lanes)) for _ in range(2)]
         self.single = on_stack(b, real)
 
@@ -39,8 +43,7 @@ class Sum:
             self._add(self.parts[number % 2], part)
 
     def _add(self, sum_: ir.Value, value: ir.Value) -> None:
-        # fused with a product that has this flag too
-        self.b.store(self.b.fadd(self.b.load(sum_), value, flags=("contract",)), sum_)
+        self.b.store(self.b.fadd(self.b.load(sum_), value, flags=self.flags), sum_)
 
     def store_eight(self, place: ir.Value, has_rest: ir.Value, is_reordered: bool = False) -> None:
         """Store eight sums, with that of single numbers if there are any (`has_rest`)."""
