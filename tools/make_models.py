@@ -194,10 +194,10 @@ CODE: dict[str, dict[str, Any]] = {
             "indexed_attention": {THETA: THETA},
             "sliding_attention": {
                 THETA: "swa_rope_theta", "head_dim": "swa_qk_rope_head_dim",
-                "qk_nope_head_dim": "swa_qk_nope_head_dim",
+                "qk_nope_head_dim": "swa_qk_nope_head_dim", "whole_head_dim": "swa_head_dim",
             },
         },
-        "layers": {"sliding_attention": {"qk_nope_head_dim": 192}},
+        "layers": {"sliding_attention": {"qk_nope_head_dim": 192, "whole_head_dim": 256}},
         "scaled_layers": ["indexed_attention", "sliding_attention"], "flat": True,
         "plain_head_dim": "ignored", "needed": [THETA],
         # proportional makes a table of the model's head_dim, and the forward then fails

@@ -11,6 +11,7 @@ from .values import length, whole_number
 
 _NO_ROPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
 _DENSE_PATTERN = "prefix_dense_sliding_window_pattern"
+_SIZES = ("head_dim", "qk_nope_head_dim", "whole_head_dim")  # a layer type may have its own
 
 
 class Config(NamedTuple):
@@ -140,6 +141,8 @@ class Config(NamedTuple):
         name = self.model.get("names", {}).get("head_dim", "head_dim")
         if (own := self._in_own_layers(name)) is not None:
             return whole_number(name, own)
+        if (rest := self._beside_nope_head_dim) is not None:
+            return rest
         self._check_plain_head_dim(name)
         # null means hidden_size / num_attention_heads, unlike a missing key: that has a default
         is_null = name in self.data and self.data[name] is None
@@ -158,6 +161,15 @@ class Config(NamedTuple):
                 "give head_dim"
             )
         return hidden // heads
+
+    @property
+    def _beside_nope_head_dim(self) -> int | None:
+        """What qk_nope_head_dim leaves of a head, where a layer type has a key for the whole."""
+        names = self.model.get("layer_names", {}).get(self.layer_type, {})
+        whole = self.get("whole_head_dim") if "whole_head_dim" in names else None
+        if whole is None or self.data.get(names["head_dim"]) is not None:
+            return None
+        return whole_number(names["whole_head_dim"], whole) - self.nope_head_dim
 
     @property
     def _width_and_heads(self) -> tuple[int, int] | None:
@@ -215,10 +227,20 @@ class Config(NamedTuple):
         return whole_number(name, self.get(name) if own is None else own, 0)
 
     def _in_own_layers(self, name: str) -> JSON:
-        """Return the value of a key in the first layer of this type that has its own, or None."""
+        """Return the value of a key in the first layer of this type that has its own, or None.
+
+        A file with per_layer_config has the sizes of all layers there; one that is not there is
+        that of the whole model, and the names and defaults of layer types are not read.
+        """
         per_layer = self.data.get("per_layer_config") or {}
         own = {int(layer): values for layer, values in per_layer.items()}  # a key is "2", or "02"
-        kinds = enumerate(self.data.get("layer_types") or ())
+        types = listed_layer_types(self.data)
+        if self.layer_type and not types and any(name in values for values in own.values()):
+            raise ValueError(
+                f"per_layer_config has {name} for single layers, and the config has no layer_types "
+                "that say of which type they are; write layer_types"
+            )
+        kinds = enumerate(types)
         found = (own.get(layer, {}).get(name) for layer, kind in kinds if kind == self.layer_type)
         return next((value for value in found if value is not None), None)
 
@@ -319,8 +341,9 @@ class Config(NamedTuple):
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value by rotary's name for it, or `default` if no source has it."""
         layer = self.model.get("layers", {}).get(self.layer_type) or {}
-        if name not in ("rope_theta", "head_dim", "qk_nope_head_dim"):
-            layer = {}  # `ropes` uses the other values of a default entry, all or none
+        # `ropes` uses the other values of a default entry, all or none
+        if name != "rope_theta" and (name not in _SIZES or "per_layer_config" in self.data):
+            layer = {}
         sources = (self.rope.get(name), *(self.data.get(each) for each in self._names(name)))
         if name == "rope_theta" and self.model.get("fixed_base"):
             sources = ()
@@ -332,7 +355,7 @@ class Config(NamedTuple):
     def _names(self, name: str) -> tuple[str, ...]:
         """Return the keys beside the rope parameters under which the model's code reads `name`."""
         alias = self.model.get("layer_names", {}).get(self.layer_type, {}).get(name)
-        if alias:
+        if alias and not (name in _SIZES and "per_layer_config" in self.data):
             return (alias,)
         if name == "rope_theta" and "layers" in self.model:
             return ()

@@ -1,0 +1,110 @@
+"""Configs other than the default ones, against the rotations of small models of transformers."""
+
+import importlib
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+from families import GPTJ, MOE, MROPE, TINY, tiny_model  # noqa: E402
+
+import rotary  # noqa: E402
+from rotary import from_hf_config  # noqa: E402
+from rotary.audit import audit  # noqa: E402
+
+WIDER = {"num_hidden_layers": 6, "head_dim": 32}
+DOTS = {
+    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "index_head_dim": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "swa_qk_rope_head_dim": 8, "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+}  # fmt: skip
+
+
+POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30])
+
+
+def rotations(monkeypatch, family, positions=POSITIONS, **keys):
+    """The queries before and after each rotation of a forward, in the order of the layers."""
+    model, found = tiny_model(transformers.AutoModel, family, **keys), []
+    module = importlib.import_module(type(model).__module__)
+    plain = module.apply_rotary_pos_emb
+
+    def kept(q, *arguments, **names):
+        result = plain(q, *arguments, **names)
+        found.append((q, result[0] if isinstance(result, tuple) else result))
+        return result
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", kept)
+    with torch.no_grad():
+        model(torch.arange(4, 10)[None], position_ids=positions.expand(*positions.shape[:-1], 6))
+    return model.config, found
+
+
+def assert_turned_by(spec, found, positions=POSITIONS):
+    """Each pair of `rotations` is a rotation by this spec."""
+    for before, after in found:
+        ours = rotary.apply(spec, before, positions=positions, seq_dim=-2)
+        torch.testing.assert_close(ours, after, rtol=0, atol=1e-5 * float(after.abs().max()))
+
+
+def made_of(data):
+    """The config object that transformers makes of such a file."""
+    return transformers.CONFIG_MAPPING[data["model_type"]].from_dict(json.loads(json.dumps(data)))
+
+
+def as_saved(config, folder):
+    """The file that transformers writes."""
+    config.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"model_type": "gemma4_text", **WIDER, "global_head_dim": 32},
+        {"model_type": "gemma4_text", **WIDER, "global_head_dim": 64},
+        {"model_type": "gemma4_unified_text", **WIDER, "global_head_dim": 32},
+        {"model_type": "embedding_gemma2_text", **WIDER, "global_head_dim": 32},
+        {"model_type": "dots3_note_text", **DOTS},
+        {"model_type": "dots3_note_text", **DOTS, "swa_qk_rope_head_dim": 4, "swa_head_dim": 20},
+    ],
+    ids=lambda data: data["model_type"],
+)
+def test_sizes_of_layer_types_survive_saving(data, tmp_path):
+    """transformers leaves a size out of per_layer_config where it is that of the whole model."""
+    config = made_of(data)
+    name = "qk_rope_head_dim" if "qk_rope_head_dim" in data else "head_dim"
+    for kind, layer in zip(config.layer_types, config.per_layer_config, strict=True):
+        for read in (data, config, config.to_dict(), as_saved(config, tmp_path)):
+            assert from_hf_config(read, kind).head_dim == getattr(layer, name)
+
+
+def test_sizes_of_single_layers_need_their_types():
+    data = {"model_type": "gemma4_text", "per_layer_config": {"5": {"head_dim": 512}}}
+    with pytest.raises(ValueError, match="per_layer_config has head_dim for single layers, and"):
+        from_hf_config(data, "full_attention")
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    assert from_hf_config({**data, "layer_types": types}, "full_attention").head_dim == 512
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({"swa_qk_rope_head_dim": 4, "swa_head_dim": 20}, 4),
+        ({"swa_head_dim": 28}, 12),
+        ({"swa_qk_nope_head_dim": 128}, 128),
+        ({}, 64),
+    ],
+)
+def test_sliding_layers_of_dots_rotate_what_the_rest_leaves(keys, width):
+    given = {key: value for key, value in DOTS.items() if not key.startswith("swa_")}
+    data = {"model_type": "dots3_note_text", **given, **keys}
+    if "swa_head_dim" in keys:
+        data["swa_qk_nope_head_dim"] = 16
+    config = made_of(data)
+    layer = config.per_layer_config[config.layer_types.index("sliding_attention")]
+    assert layer.qk_rope_head_dim == width
+    for read in (data, config):
+        assert from_hf_config(read, "sliding_attention").head_dim == width
