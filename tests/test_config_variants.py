@@ -108,3 +108,47 @@ def test_sliding_layers_of_dots_rotate_what_the_rest_leaves(keys, width):
     assert layer.qk_rope_head_dim == width
     for read in (data, config):
         assert from_hf_config(read, "sliding_attention").head_dim == width
+
+
+# --- a list of bases of which only the zeros are read: Muse ---
+
+MUSE = {**MOE, "head_dim": 16, "num_hidden_layers": 6, "moe_hidden_size": 64}
+
+
+@pytest.mark.parametrize("family", ["muse_glimmer_text", "muse_spark_text"])
+def test_bases_of_muse_say_only_which_layers_rotate(monkeypatch, family):
+    rope = {"rope_type": "default", "rope_theta": 5e4}
+    bases = [7e3, 0, 7e3, 7e3, 7e3, 7e3]
+    keys = {**MUSE, "rope_parameters": rope, "layer_rope_theta": bases}
+    config, found = rotations(monkeypatch, family, positions=POSITIONS[None], **keys)
+    assert len(found) == 5
+    assert_turned_by(rotary.Rotary(head_dim=16, base=5e4), found)
+    for data in ({"model_type": family, **keys}, config.to_dict()):
+        assert from_hf_config(data, "rope_theta=0") is None
+        with pytest.raises(ValueError, match=r"layer_rope_theta has 7000.0, and the code of 'muse"):
+            from_hf_config(data, "rope_theta=7000")
+    same = {"model_type": family, **keys, "layer_rope_theta": [5e4] * 6}
+    assert from_hf_config(same).base == 5e4
+
+
+@pytest.mark.parametrize("family", ["muse_glimmer_text", "muse_spark_text"])
+def test_every_fourth_layer_of_muse_from_the_last_takes_no_rotation(monkeypatch, family):
+    config, found = rotations(monkeypatch, family, positions=POSITIONS[None], **MUSE)
+    assert [bool(base) for base in config.layer_rope_theta] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert len(found) == 4
+    silent = {"model_type": family, **MUSE}
+    chosen = rotary.configs.choose(silent)
+    assert [chosen.rotates_layer(layer) for layer in range(6)] == [
+        *map(bool, config.layer_rope_theta)
+    ]
+    assert_turned_by(from_hf_config(silent), found)
+    said = [each.found for each in audit(silent)]
+    assert "2 of 6 layers take no rotation: every fourth, counted from the last" in said
+    assert chosen.data == silent

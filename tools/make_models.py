@@ -142,6 +142,7 @@ CODE: dict[str, dict[str, Any]] = {
         **INTERLEAVED, "plain_head_dim": "ignored", "names": {"head_dim": "qk_rope_head_dim"},
     },
     "jetmoe": {"plain_head_dim": "wins"},
+    **dict.fromkeys(("muse_glimmer_text", "muse_spark_text"), {"one_base": True}),
     **dict.fromkeys(
         ("gpt_neox", "gpt_neox_japanese"),
         {"names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}},
@@ -229,7 +230,8 @@ CODE: dict[str, dict[str, Any]] = {
 #                    "or twice": layers of a sliding window have twice the number of the config
 #   without_rotation which layers do not rotate: those of "no_rope_layers"; those of
 #                    "full_attention"; these only "beside windows", unless sliding_window is null;
-#                    or these only "of experts", while those without experts rotate
+#                    or these only "of experts", while those without experts rotate; every fourth
+#                    from the last, where the file has no "layer_rope_theta"
 #   full_every       key, and its default: every so many-th layer has full attention, where the file
 #                    lists no layer_types; key "" where the class has no key for it
 #   full_every_dense the same for the dense layers of mixture models, which come first
@@ -275,6 +277,9 @@ WEIGHTS: dict[str, dict[str, Any]] = {
         {"key_heads": "queries"},
     ),
     "mimo_v2_flash": {"key_heads": "or twice"},
+    **dict.fromkeys(
+        ("muse_glimmer_text", "muse_spark_text"), {"without_rotation": "layer_rope_theta"}
+    ),
     **dict.fromkeys(
         ("smollm3", "llama4_text", "mistral_large4_text"), {"without_rotation": "no_rope_layers"}
     ),

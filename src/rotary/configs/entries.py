@@ -27,6 +27,7 @@ from .record import Config
 #   flat                          a flat rope_parameters is read like a flat rope_scaling
 #   nested                        the code reads entries by layer type, without defaults
 #   lists                         keys with a list of the base or scaling of each layer
+#   one_base                      of a list of bases, the code reads only which of them are 0
 #   fixed_base                    the code has its own base and reads none
 #   plain_head_dim                what the code does with the key head_dim, if it reads another one:
 #                                 see `record.py`

@@ -153,6 +153,12 @@ def check_top(config: Config, complain: Complain) -> None:
         complain(
             f"rope_theta {base!r} is not read for {where}, whose base is {config.base:g}{hint}"
         )
+    others = [each for each in data.get("layer_rope_theta") or () if each and each != config.base]
+    if others and config.is_layer_rotated and "one_base" in model:
+        complain(
+            f"layer_rope_theta has {others[0]!r}, and the code of {config.model_type!r} reads only "
+            f"which of its entries are 0: the base of all others is {config.base:g}, rope_theta"
+        )
     inner = data.get("attn_config")  # of DBRX
     inside = inner.get("rope_theta") if isinstance(inner, Mapping) else None
     if inside is not None and inside != config.base:

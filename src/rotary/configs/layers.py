@@ -148,12 +148,13 @@ def _by_layer(rope: Rope, data: Mapping[str, JSON], model: Model) -> Entries | N
         if kind and data.get(name) is not None and name not in model.get("lists", ()):
             raise ValueError(f"{name} is not read by model_type {kind!r}; remove the key")
     if thetas := data.get("layer_rope_theta"):  # Granite and Muse: a base for each layer, or 0
+        bases = [{} if "one_base" in model else {"rope_theta": theta} for theta in thetas]
         if len(set(thetas)) > 1 or not thetas[0]:
             return {
-                f"rope_theta={theta or 0:g}": {**rope, "rope_theta": theta} if theta else None
-                for theta in thetas
+                f"rope_theta={theta or 0:g}": {**rope, **base} if theta else None
+                for theta, base in zip(thetas, bases, strict=True)
             }
-        rope["rope_theta"] = thetas[0]
+        rope.update(bases[0])
     scaled = data.get("rope_scaling_layers")
     layers = length("num_hidden_layers", data.get("num_hidden_layers"))
     if scaled is not None and layers is not None and len(scaled) < layers:  # Molmo 2

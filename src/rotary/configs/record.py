@@ -9,7 +9,7 @@ from ..strict_json import JSON
 from .layers import DENSE_COUNT, MOST_LAYERS, Model, Rope, listed_layer_types, rope_parameters
 from .values import length, whole_number
 
-_NO_ROPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4
+_NO_ROPE_EVERY = 4  # no_rope_layer_interval of SmolLM3, Llama 4 and Mistral Large 4; also of Muse
 _DENSE_PATTERN = "prefix_dense_sliding_window_pattern"
 _SIZES = ("head_dim", "qk_nope_head_dim", "whole_head_dim")  # a layer type may have its own
 
@@ -63,6 +63,9 @@ class Config(NamedTuple):
                 return layer >= len(flags) or bool(flags[layer])
             name = "no_rope_layer_interval"
             return (layer + 1) % whole_number(name, data.get(name) or _NO_ROPE_EVERY, 1) != 0
+        if rule == "layer_rope_theta" and not data.get(rule):  # its entries are those of `ropes`
+            count = length("num_hidden_layers", data.get("num_hidden_layers"))
+            return count is None or (count - 1 - layer) % _NO_ROPE_EVERY != 0
         types = listed_layer_types(data)
         if layer >= len(types) or types[layer] != self.type_without_rotation:
             return True
@@ -97,7 +100,9 @@ class Config(NamedTuple):
         count = max(map(len, lists)) or min(number or 0, MOST_LAYERS)
         still = sum(not self.rotates_layer(layer) for layer in range(count))
         names = ("no_rope_layers", "no_rope_layer_interval")
-        key = next((name for name in names if self.data.get(name)), "every fourth")
+        is_from_last = "one_base" in self.model
+        every = "every fourth, counted from the last" if is_from_last else "every fourth"
+        key = next((name for name in names if self.data.get(name)), every)
         kind = self.type_without_rotation
         which = f"type {kind}" if kind else key
         return f"{still} of {count} layers take no rotation: {which}" if still else ""
