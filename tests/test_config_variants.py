@@ -152,3 +152,26 @@ def test_every_fourth_layer_of_muse_from_the_last_takes_no_rotation(monkeypatch,
     said = [each.found for each in audit(silent)]
     assert "2 of 6 layers take no rotation: every fourth, counted from the last" in said
     assert chosen.data == silent
+
+
+@pytest.mark.parametrize("family", ["wav2vec2-conformer", "wav2vec2-bert", "seamless_m4t"])
+def test_encoders_of_audio_read_rotary_embedding_base_alone(family):
+    data = {
+        "model_type": family,
+        "position_embeddings_type": "rotary",
+        "rotary_embedding_base": 500,
+    }
+    assert from_hf_config(data).base == 500
+    for keys in ({"rope_theta": 7e3}, {"rope_parameters": {"rope_theta": 7e3}}):
+        with pytest.raises(ValueError, match=r"rope_theta 7000.0 is not read for .* base is 500"):
+            from_hf_config({**data, **keys})
+    spec = rotary.Rotary(head_dim=from_hf_config(data).head_dim, base=321.0)
+    written = rotary.configs.replace_rope(data, spec, 4096)
+    assert written["rotary_embedding_base"] == 321
+    made = made_of({**written, "rotary_embedding_base": 321})
+    module = importlib.import_module(f"transformers.models.{family.replace('-', '_')}.modeling_"
+                                     f"{family.replace('-', '_')}")  # fmt: skip
+    (kind,) = [
+        each for name, each in vars(module).items() if name.endswith("RotaryPositionalEmbedding")
+    ]
+    torch.testing.assert_close(kind(made).inv_freq, torch.tensor(rotary.inv_freq(spec)[0]).float())

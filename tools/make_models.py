@@ -155,7 +155,10 @@ CODE: dict[str, dict[str, Any]] = {
     "minimax_m2": {"names": {"rotary_dim": "rotary_dim"}},
     **dict.fromkeys(
         ("wav2vec2-conformer", "wav2vec2-bert", "seamless_m4t"),
-        {"names": {THETA: "rotary_embedding_base"}, "only": ["default"]},
+        {
+            "names": {THETA: "rotary_embedding_base"}, "fixed_base": "rotary_embedding_base",
+            "only": ["default"],
+        },
     ),
     **dict.fromkeys(("dinov3_vit", "eomt_dinov3", "sapiens2"), TWO_AXES),
     "llama4_vision_model": {**TWO_AXES, "layout": "interleaved"},

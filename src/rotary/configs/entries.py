@@ -28,7 +28,7 @@ from .record import Config
 #   nested                        the code reads entries by layer type, without defaults
 #   lists                         keys with a list of the base or scaling of each layer
 #   one_base                      of a list of bases, the code reads only which of them are 0
-#   fixed_base                    the code has its own base and reads none
+#   fixed_base                    the code reads no rope_theta: its base is 10 000, or in this key
 #   plain_head_dim                what the code does with the key head_dim, if it reads another one:
 #                                 see `record.py`
 #   null_head_dim                 the class leaves head_dim null where the file has none

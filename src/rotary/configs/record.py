@@ -350,8 +350,8 @@ class Config(NamedTuple):
         if name != "rope_theta" and (name not in _SIZES or "per_layer_config" in self.data):
             layer = {}
         sources = (self.rope.get(name), *(self.data.get(each) for each in self._names(name)))
-        if name == "rope_theta" and self.model.get("fixed_base"):
-            sources = ()
+        if name == "rope_theta" and (fixed := self.model.get("fixed_base")):
+            sources = (self.data.get(fixed),) if isinstance(fixed, str) else ()
         for value in (*sources, layer.get(name), self.model.get(name)):
             if value is not None:
                 return value
