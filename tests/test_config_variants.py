@@ -175,3 +175,24 @@ def test_encoders_of_audio_read_rotary_embedding_base_alone(family):
         each for name, each in vars(module).items() if name.endswith("RotaryPositionalEmbedding")
     ]
     torch.testing.assert_close(kind(made).inv_freq, torch.tensor(rotary.inv_freq(spec)[0]).float())
+
+
+# --- keys that the code of a model does not read ---
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gptj", GPTJ),
+        ("codegen", GPTJ),
+        ("gpt_neox", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    ],
+)
+def test_head_dim_of_a_model_that_divides_is_refused(family, keys):
+    data = {"model_type": family, **TINY, **keys}
+    model = tiny_model(transformers.AutoModel, family, **keys, head_dim=32)
+    attention = next(each for each in model.modules() if hasattr(each, "layer_idx"))
+    assert getattr(attention, "head_dim", None) or attention.head_size == 16
+    assert from_hf_config({**data, "head_dim": 16}) == from_hf_config(data)
+    with pytest.raises(ValueError, match=f"head_dim 32 is not read by model_type '{family}'"):
+        from_hf_config({**data, "head_dim": 32})

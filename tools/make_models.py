@@ -145,11 +145,16 @@ CODE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("muse_glimmer_text", "muse_spark_text"), {"one_base": True}),
     **dict.fromkeys(
         ("gpt_neox", "gpt_neox_japanese"),
-        {"names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}},
+        {
+            "names": {THETA: "rotary_emb_base", SHARE: "rotary_pct"}, "plain_head_dim": "divided",
+        },
     ),
     **dict.fromkeys(
         ("gptj", "codegen"),
-        {**INTERLEAVED, **FIXED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64},
+        {
+            **INTERLEAVED, **FIXED, "names": {"rotary_dim": "rotary_dim"}, "rotary_dim": 64,
+            "plain_head_dim": "divided",
+        },
     ),
     "roformer": {**INTERLEAVED, **FIXED},
     "minimax_m2": {"names": {"rotary_dim": "rotary_dim"}},
