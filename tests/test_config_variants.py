@@ -196,3 +196,32 @@ def test_head_dim_of_a_model_that_divides_is_refused(family, keys):
     assert from_hf_config({**data, "head_dim": 16}) == from_hf_config(data)
     with pytest.raises(ValueError, match=f"head_dim 32 is not read by model_type '{family}'"):
         from_hf_config({**data, "head_dim": 32})
+
+
+@pytest.mark.parametrize(
+    ("family", "says"), [("qwen2_vl_text", True), ("qwen3_vl_text", False), ("glm4v_text", True)]
+)
+def test_an_order_of_axes_that_the_code_does_not_read_is_refused(monkeypatch, family, says):
+    rope = {**MROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": says}
+    if family == "glm4v_text":
+        rope["partial_rotary_factor"] = 1.0
+    at = torch.stack((POSITIONS, POSITIONS + 3, 2 * POSITIONS))[:, None]
+    keys = {"head_dim": 16, "rope_parameters": rope}
+    config, found = rotations(monkeypatch, family, positions=at, **keys)
+    with pytest.raises(ValueError, match=f"mrope_interleaved {says} is not read by model_type"):
+        from_hf_config(config)
+    own = {key: value for key, value in rope.items() if key != "mrope_interleaved"}
+    spec = from_hf_config({**config.to_dict(), "rope_parameters": own})
+    assert_turned_by(spec, found, at[:, 0].T)
+    agrees = {**config.to_dict(), "rope_parameters": {**own, "mrope_interleaved": not says}}
+    assert from_hf_config(agrees) == spec
+
+
+def test_a_model_of_three_axes_has_three_sections(monkeypatch):
+    """transformers deals four sections out to three axes, the last to the first of them."""
+    rope = {**MROPE, "mrope_section": [2, 2, 2, 2]}
+    at = torch.stack((POSITIONS, POSITIONS + 3, 2 * POSITIONS))[:, None]
+    config, found = rotations(monkeypatch, "qwen2_vl_text", positions=at, rope_parameters=rope)
+    assert_turned_by(rotary.Rotary(head_dim=16, axes=(0, 0, 1, 1, 2, 2, 0, 0)), found, at[:, 0].T)
+    with pytest.raises(ValueError, match="must be 3 numbers: model_type 'qwen2_vl_text' has"):
+        from_hf_config(config)

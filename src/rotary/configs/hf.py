@@ -8,11 +8,11 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 
-from ..positions import interleaved_sections, sections
 from ..schedules import parameters, yarn_amplitude
 from ..spec import Rotary, check_head_dim
 from ..strict_json import JSON
 from ..words import nearest
+from .axes import axes_of
 from .entries import HARMLESS, choose
 from .layers import Model, Rope, rope_parameters
 from .record import Config
@@ -128,7 +128,7 @@ def rotary_of(config: Config, complain: Complain = refuse) -> Rotary | None:
         out_layout=model.get("out_layout", layout) if is_own else layout,
         schedule=schedule,
         params=params,
-        axes=_axes(config, rotary_dim // 2),
+        axes=axes_of(config, rotary_dim // 2),
         sign=model.get("sign", 1),
     )
 
@@ -362,29 +362,6 @@ def layout_of_weights(data: Mapping[str, JSON], model: Model) -> str:
     if not keys:
         return str(model.get("layout", "half"))
     return "interleaved" if any(keys.values()) else "half"
-
-
-def _axes(config: Config, pairs: int) -> tuple[int, ...]:
-    """Return the position axis of each pair; () for one axis."""
-    model, rope = config.model, config.rope
-    if "num_axes" in model:
-        count = model["num_axes"]
-        order = range(count)[::-1] if model["axes"].endswith("reversed") else range(count)
-        if model["axes"].startswith("turns"):
-            return tuple(order) * (pairs // count)
-        return tuple(axis for axis in order for _ in range(pairs // count))
-    sources = (rope, config.data, model)
-    counts = next((each["mrope_section"] for each in sources if each.get("mrope_section")), ())
-    if not counts:
-        return ()
-    if sum(counts) != pairs:
-        raise ValueError(f"mrope_section {counts} must sum to the {pairs} pairs that are rotated")
-    way = model.get("mrope", "sections")
-    if rope.get("mrope_interleaved") is not None and way != "alternating":
-        way = "interleaved" if rope["mrope_interleaved"] else "sections"
-    if way == "alternating":  # Ernie 4.5 VL: height and width in turn, then time
-        return (*((1, 2) * counts[0]), *((0,) * counts[2]))
-    return interleaved_sections(*counts) if way == "interleaved" else sections(*counts)
 
 
 def _with_lengths(schedule: str, params: dict[str, JSON], config: Config) -> dict[str, JSON]:
