@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,12 +23,18 @@ DOTS = {
 }  # fmt: skip
 
 
+STEP_MODEL = importlib.import_module(
+    "transformers.models.step3p7.modeling_step3p7"
+).Step3p7TextModel._from_config
 POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30])
 
 
 def rotations(monkeypatch, family, positions=POSITIONS, **keys):
     """The queries before and after each rotation of a forward, in the order of the layers."""
-    model, found = tiny_model(transformers.AutoModel, family, **keys), []
+    auto = (
+        SimpleNamespace(from_config=STEP_MODEL) if family == "step3p5" else transformers.AutoModel
+    )
+    model, found = tiny_model(auto, family, **keys), []
     module = importlib.import_module(type(model).__module__)
     plain = module.apply_rotary_pos_emb
 
@@ -225,3 +232,49 @@ def test_a_model_of_three_axes_has_three_sections(monkeypatch):
     assert_turned_by(rotary.Rotary(head_dim=16, axes=(0, 0, 1, 1, 2, 2, 0, 0)), found, at[:, 0].T)
     with pytest.raises(ValueError, match="must be 3 numbers: model_type 'qwen2_vl_text' has"):
         from_hf_config(config)
+
+
+# --- layers whose types the default config does not have ---
+
+MIXED = ["sliding_attention", "full_attention"]
+STEP = {**MOE, "head_dim": 16, "layer_types": MIXED, "mlp_layer_types": ["dense"] * 2,
+        "sliding_window": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("laguna", {**MOE, "head_dim": 16, "layer_types": MIXED}),
+        ("mellum", {**MOE, "head_dim": 16, "layer_types": MIXED}),
+        ("step3p5", STEP),
+        ("step3p5", {**STEP, "rope_theta": 777.0}),
+        ("step3p5", {**STEP, "rope_theta": [1e4, 5e6], "partial_rotary_factors": [1.0, 0.5]}),
+        ("step3p5", {**STEP, "rope_theta": [1e4, 5e6], "rope_scaling":
+                     {"rope_type": "linear", "factor": 4.0}}),
+    ],
+)  # fmt: skip
+def test_types_of_layers_that_a_config_lists(monkeypatch, family, keys):
+    at = POSITIONS[None]
+    config, found = rotations(monkeypatch, family, positions=at, **keys)
+    for data in ({"model_type": family, **TINY, **keys}, config.to_dict()):
+        assert {*rotary.configs.layer_types(data)} == {*MIXED}
+        for kind, (before, after) in zip(MIXED, found, strict=True):
+            spec = from_hf_config(data, kind)
+            start = spec.rotary_dim if before.shape[-1] == spec.rotary_dim else 16
+            assert_turned_by(spec, [(torch.nn.functional.pad(before, (0, 16 - start)),
+                                     torch.nn.functional.pad(after, (0, 16 - start)))])  # fmt: skip
+
+
+def test_step_takes_no_base_beside_entries():
+    """transformers drops it and takes 10,000."""
+    rope = {"full_attention": {"rope_type": "default"}}
+    data = {"model_type": "step3p5", "head_dim": 16, "rope_parameters": rope, "rope_theta": 999.0}
+    assert made_of(data).rope_parameters["full_attention"].get("rope_theta", 1e4) == 1e4
+    with pytest.raises(ValueError, match="rope_parameters of 'full_attention' needs rope_theta"):
+        from_hf_config(data, "full_attention")
+
+
+def test_a_list_of_bases_is_long_enough():
+    data = {"model_type": "step3p5", "layer_types": MIXED, "rope_theta": [1e4]}
+    with pytest.raises(ValueError, match="rope_theta has 1 values, and layer_types has more"):
+        from_hf_config(data, "full_attention")

@@ -74,6 +74,9 @@ FIXED = {
     "only": ["default"],
     "fixed_base": True,
 }  # frequencies of base 10,000, whatever a file says
+SCALED_FULL = {
+    "layer_names": {"full_attention": {THETA: THETA}}, "scaled_layers": ["full_attention"],
+}  # fmt: skip
 PHI_TYPES = ["default", "longrope", "su"]  # su: an older name of longrope
 # model types of code that is not in transformers, and the one that computes the same
 SAME = {
@@ -133,10 +136,8 @@ CODE: dict[str, dict[str, Any]] = {
     ),
     "gemma4_vision": {"not_one": "each half of the head is a rotation of its own, by one axis"},
     "hunyuan_vl_text": {"not_one": "pair (j, j + head_dim / 2) mixes two axes, norms change"},
-    **dict.fromkeys(
-        ("olmo3", "step3p5"),
-        {"layer_names": {"full_attention": {THETA: THETA}}, "scaled_layers": ["full_attention"]},
-    ),
+    "olmo3": SCALED_FULL,
+    "step3p5": {**SCALED_FULL, "entries_from_lists": True, "needed_nested": [THETA]},
     **dict.fromkeys(("hy_v4", "minicpm3"), {"plain_head_dim": "ignored"}),
     "hy_v4_vl_text": {
         **INTERLEAVED, "plain_head_dim": "ignored", "names": {"head_dim": "qk_rope_head_dim"},
@@ -634,6 +635,9 @@ def entry(config: Any, rotary: type | None = None, source: str = "") -> dict[str
         says["layers"] = {
             key: value and _tidy(value) for key, value in sorted(rope.items()) if key in labels
         }
+        unlisted = {key: value for key, value in sorted(rope.items()) if key not in labels}
+        if unlisted := {key: value for key, value in unlisted.items() if isinstance(value, dict)}:
+            says["unlisted_layers"] = unlisted
     elif rope:
         if rope.get("rope_type", rope.get("type")) in ("default", "axial", None):
             if rope.get(THETA) not in (None, 10_000.0):

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..strict_json import JSON
 from ..words import brief, nearest
 from .files import load
-from .layers import Model, listed_layer_types, ropes, with_layer_types
+from .layers import Model, listed_layer_types, ropes, with_entries, with_layer_types
 from .record import Config
 
 # model_type -> what deviates from Llama: half layout, whole head rotated, one axis, base 10 000.
@@ -23,6 +23,9 @@ from .record import Config
 #   partial_rotary_factor         likewise; the code of a model without this default ignores the key
 #   names                         our name -> the name the key has in this config
 #   layers, layer_names           the same for each layer type, where rope_parameters is nested
+#   unlisted_layers               the same for layer types that a config has only if it lists them
+#   entries_from_lists            rope_theta and partial_rotary_factors may be lists, of which
+#                                 the class makes an entry for each layer type
 #   scaled_layers                 the layer types that a flat rope_scaling is meant for
 #   flat                          a flat rope_parameters is read like a flat rope_scaling
 #   nested                        the code reads entries by layer type, without defaults
@@ -241,7 +244,7 @@ def _part(data: Mapping[str, JSON], part: str | None) -> tuple[Mapping[str, JSON
     model = MODELS[name]
     of_parts = model.get("parts", {})
     if part is None and (not of_parts or set(model) - _OF_PARTS):
-        return with_layer_types(data, model), model
+        return with_entries(with_layer_types(data, model), model), model
     if not of_parts:
         raise ValueError(f"model_type {name!r} has no part {brief(part)}: it is one model")
     key = part_key(data, part)

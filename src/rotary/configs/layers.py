@@ -5,7 +5,7 @@ such model has its own rule for missing and for flat entries. If transformers wo
 config as it is written, that is an error here, which says what to write.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..strict_json import JSON
 from .values import check_shapes, length, whole_number
@@ -42,7 +42,9 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     if by_layer is not None:
         return by_layer
     own = _without(model.get("layers", {}), "head_dim")  # see `Config.get`
-    labels = {*own, *listed_layer_types(data)}
+    listed = {*listed_layer_types(data)}
+    own |= {kind: rope for kind, rope in model.get("unlisted_layers", {}).items() if kind in listed}
+    labels = own.keys() | listed
     has_entries = any(isinstance(value, Mapping) for value in rope.values())
     if labels & rope.keys() or (has_entries and all(map(_is_entry, rope.values()))):
         return _nested(rope, own, data, model)
@@ -133,6 +135,48 @@ def with_layer_types(data: Mapping[str, JSON], model: Model) -> Mapping[str, JSO
     return {**data, "layer_types": types + _types(data, rules["full_every"], layers - len(types))}
 
 
+def with_entries(data: Mapping[str, JSON], model: Model) -> Mapping[str, JSON]:
+    """Return a config of Step 3.5 with the entries of rope_parameters that its class makes.
+
+    Those of the first layer of each type, from lists by layer; rope_scaling is of full attention.
+
+    >>> data = {"layer_types": ["full_attention", "sliding_attention"], "rope_theta": [5e6, 1e4]}
+    >>> made = with_entries(data, {"entries_from_lists": True})["rope_parameters"]
+    >>> {kind: entry["rope_theta"] for kind, entry in made.items()}
+    {'full_attention': 5000000.0, 'sliding_attention': 10000.0}
+    """
+    if "entries_from_lists" not in model or data.get("rope_parameters"):
+        return data
+    check_shapes({"layer_types": data.get("layer_types")})
+    types = listed_layer_types(data) or ("full_attention",)
+    bases, shares = data.get("rope_theta"), data.get("partial_rotary_factors")
+    is_plain = {*types} == {"full_attention"} and not isinstance(bases, list) and not shares
+    scaling = data.get("rope_scaling") or {}
+    if is_plain or not isinstance(scaling, Mapping):
+        return data
+    made: Rope = {}
+    for kind in dict.fromkeys(types):
+        layer = types.index(kind)
+        names = (("rope_theta", bases or 10_000.0), ("partial_rotary_factor", shares))
+        made[kind] = {"rope_type": "default"} | {
+            name: _of_layer(name, values, layer) for name, values in names if values
+        }
+    if "full_attention" in made:
+        made["full_attention"] |= scaling
+    kept = {key: value for key, value in data.items() if key not in
+            ("rope_theta", "partial_rotary_factors", "rope_scaling")}  # fmt: skip
+    return {**kept, "rope_parameters": made}
+
+
+def _of_layer(name: str, values: JSON, layer: int) -> JSON:
+    """Return the value of one layer, of a list with one for each or of a number for all."""
+    if not isinstance(values, list | tuple):
+        return values
+    if layer >= len(values):
+        raise ValueError(f"{name} has {len(values)} values, and layer_types has more layers")
+    return values[layer]
+
+
 def _types(data: Mapping[str, JSON], rule: tuple[str, int], count: int) -> list[str]:
     """Return the types of `count` layers, of which every so many-th has full attention."""
     key, usual = rule
@@ -197,17 +241,23 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
                 f"rope_parameters of {empty[0]!r} is null, and transformers then uses "
                 f"{own.get(empty[0])}; write the values"
             )
+        _check_needed(nested, model.get("needed_nested", ()))
         return {**_without(own, "rope_theta"), **nested}
     if missing := [kind for kind in own if kind not in nested]:
         raise ValueError(
             f"rope_parameters has no entry for {missing[0]!r}; model_type {name!r} needs one for "
             "each layer type"
         )
-    for key in ("rope_theta", *model.get("needed_nested", ())):
+    _check_needed(nested, ("rope_theta", *model.get("needed_nested", ())))
+    return {**own, **nested}
+
+
+def _check_needed(nested: Entries, keys: Iterable[str]) -> None:
+    """Refuse an entry without a key whose default transformers does not fill in."""
+    for key in keys:
         for kind, entry in nested.items():
             if entry is not None and entry.get(key) is None:
                 raise ValueError(f"rope_parameters of {kind!r} needs {key}")
-    return {**own, **nested}
 
 
 def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -> Entries:
@@ -234,9 +284,12 @@ def _flat(written: Rope, own: Entries, data: Mapping[str, JSON], model: Model) -
     kind_of = written.get("rope_type") or written.get("type")
     scaling = {**(model.get("scaled_defaults", {}) if kind_of == "yarn" else {}), **written}
     scaled_layers = scaled_layers if written else ()
+    unlisted = own.keys() & model.get("unlisted_layers", {}).keys()
     return {
         kind: scaling if value and kind in scaled_layers else value
-        for kind, value in _without(own, "rope_theta").items()
+        for kind, value in (
+            _without(own, "rope_theta") | {kind: own[kind] for kind in unlisted}
+        ).items()
     }
 
 
