@@ -278,3 +278,29 @@ def test_a_list_of_bases_is_long_enough():
     data = {"model_type": "step3p5", "layer_types": MIXED, "rope_theta": [1e4]}
     with pytest.raises(ValueError, match="rope_theta has 1 values, and layer_types has more"):
         from_hf_config(data, "full_attention")
+
+
+@pytest.mark.parametrize("family", ["dots3_note_text", "dory"])
+def test_a_file_needs_entries_of_the_types_that_it_lists(family):
+    """As transformers saves a model all of whose layers are of one type."""
+    kind = "sliding_attention"
+    rope = {kind: {"rope_type": "default", "rope_theta": 777.0}}
+    data = {"model_type": family, "rope_parameters": rope, "layer_types": [kind] * 2}
+    assert rotary.configs.layer_types(data) == (kind,)
+    assert from_hf_config(data, kind).base == 777
+    with pytest.raises(ValueError, match=r"has no entry for '(full|indexed)_attention'"):
+        from_hf_config({**data, "layer_types": [kind, "full_attention", "indexed_attention"]}, kind)
+
+
+def test_mistral_large_4_has_an_interval_of_layers_without_rotation():
+    data = {
+        "model_type": "mistral_large4_text",
+        "num_hidden_layers": 6,
+        "no_rope_layer_interval": 3,
+    }
+    flags = made_of(data).no_rope_layers
+    assert flags == [1, 1, 0, 1, 1, 0]
+    with pytest.warns(UserWarning, match="trained number"):
+        assert from_hf_config(data) is not None
+    chosen = rotary.configs.choose(data)
+    assert [chosen.rotates_layer(layer) for layer in range(6)] == [*map(bool, flags)]

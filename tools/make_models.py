@@ -99,7 +99,10 @@ CODE: dict[str, dict[str, Any]] = {
         ("axk2", "bailing_hybrid", "deepseek_v32"),
         {**MIXED, "plain_head_dim": "ignored"},
     ),
-    "mistral_large4_text": {**MIXED, "plain_head_dim": "ignored", "learned": True},
+    "mistral_large4_text": {
+        **MIXED, "plain_head_dim": "ignored", "learned": True,
+        "other": ["no_rope_layer_interval", "no_rope_layers"],
+    },
     "llama4_text": {**INTERLEAVED, "windowed": "attention_chunk_size"},
     "longcat_flash": MIXED,
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"), DEEPSEEK),

@@ -41,10 +41,8 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     by_layer = _by_layer(rope, data, model)
     if by_layer is not None:
         return by_layer
-    own = _without(model.get("layers", {}), "head_dim")  # see `Config.get`
-    listed = {*listed_layer_types(data)}
-    own |= {kind: rope for kind, rope in model.get("unlisted_layers", {}).items() if kind in listed}
-    labels = own.keys() | listed
+    own = entries_of_class(data, model)
+    labels = own.keys() | {*listed_layer_types(data)}
     has_entries = any(isinstance(value, Mapping) for value in rope.values())
     if labels & rope.keys() or (has_entries and all(map(_is_entry, rope.values()))):
         return _nested(rope, own, data, model)
@@ -56,6 +54,24 @@ def ropes(data: Mapping[str, JSON], model: Model) -> Entries:
     if not own:
         return {None: rope}
     return _flat(written, own, data, model)
+
+
+def entries_of_class(data: Mapping[str, JSON], model: Model) -> Entries:
+    """Return the entries of a model's class, for a file without any; {} if all layers are alike.
+
+    >>> entries_of_class({}, {"layers": {"full_attention": {"rope_theta": 5e5}}})
+    {'full_attention': {'rope_theta': 500000.0}}
+    """
+    unlisted, listed = model.get("unlisted_layers", {}), listed_layer_types(data)
+    entries = {
+        **model.get("layers", {}),
+        **{kind: unlisted[kind] for kind in unlisted if kind in listed},
+    }
+    return {
+        kind: value
+        and {key: value[key] for key in value if not key.endswith("head_dim")}  # see `Config.get`
+        for kind, value in entries.items()
+    }
 
 
 def rope_parameters(data: Mapping[str, JSON]) -> Rope:
@@ -243,6 +259,8 @@ def _nested(rope: Rope, own: Entries, data: Mapping[str, JSON], model: Model) ->
             )
         _check_needed(nested, model.get("needed_nested", ()))
         return {**_without(own, "rope_theta"), **nested}
+    listed = listed_layer_types(data)  # types that no layer has need no entry
+    own = {kind: own[kind] for kind in own if kind in nested or kind in listed or not listed}
     if missing := [kind for kind in own if kind not in nested]:
         raise ValueError(
             f"rope_parameters has no entry for {missing[0]!r}; model_type {name!r} needs one for "
