@@ -1,5 +1,6 @@
 """Configs other than the default ones, against the rotations of small models of transformers."""
 
+import dataclasses
 import importlib
 import json
 from types import SimpleNamespace
@@ -278,6 +279,19 @@ def test_a_list_of_bases_is_long_enough():
     data = {"model_type": "step3p5", "layer_types": MIXED, "rope_theta": [1e4]}
     with pytest.raises(ValueError, match="rope_theta has 1 values, and layer_types has more"):
         from_hf_config(data, "full_attention")
+
+
+@pytest.mark.parametrize("family", ["laguna", "mellum"])
+@pytest.mark.parametrize("kind", MIXED)
+def test_the_rope_of_one_layer_type_is_replaced_where_a_file_has_none(family, kind):
+    data = {"model_type": family, "layer_types": MIXED, "num_hidden_layers": 2}
+    (other,) = {*MIXED} - {kind}
+    spec = dataclasses.replace(from_hf_config(data, kind), base=777.0)
+    new = rotary.configs.replace_rope(data, spec, 4096, kind)
+    assert from_hf_config(new, other) == from_hf_config(data, other)
+    made = made_of(new).rope_parameters
+    assert made[kind]["rope_theta"] == 777
+    assert made[other] == made_of(data).rope_parameters[other]
 
 
 @pytest.mark.parametrize("family", ["dots3_note_text", "dory"])

@@ -14,6 +14,7 @@ from ..words import brief
 from .entries import choose, layer_types, part_inside, part_key
 from .files import load
 from .hf import ALIASES, TYPES, check_read, from_hf_config, needs_head_dim
+from .layers import entries_of_class, rope_parameters
 from .record import Config
 from .values import whole_number
 
@@ -219,6 +220,10 @@ def replace_rope(
     keys = model_keys(entry, spec, context)
     rope = keys.pop("rope_parameters")
     inner |= {names.get(key, key): value for key, value in keys.items()}
+    of_class = entries_of_class(inner, entry.model)
+    beside = entry.model.get("layer_names", {}).get(layer_type, {})
+    if layer_type in of_class and "rope_theta" not in beside and not rope_parameters(inner):
+        inner["rope_parameters"] = dict(of_class)  # no key beside them is read
     if not isinstance(inner.get("rope_parameters"), dict):
         inner[names.get("rope_theta", "rope_theta")] = rope.pop("rope_theta")
         rope.pop("partial_rotary_factor", None)
