@@ -63,15 +63,8 @@ def entries_of_class(data: Mapping[str, JSON], model: Model) -> Entries:
     {'full_attention': {'rope_theta': 500000.0}}
     """
     unlisted, listed = model.get("unlisted_layers", {}), listed_layer_types(data)
-    entries = {
-        **model.get("layers", {}),
-        **{kind: unlisted[kind] for kind in unlisted if kind in listed},
-    }
-    return {
-        kind: value
-        and {key: value[key] for key in value if not key.endswith("head_dim")}  # see `Config.get`
-        for kind, value in entries.items()
-    }
+    of_listed = {kind: unlisted[kind] for kind in unlisted if kind in listed}
+    return _without({**model.get("layers", {}), **of_listed}, "head_dim")  # see `Config.get`
 
 
 def rope_parameters(data: Mapping[str, JSON]) -> Rope:

@@ -24,6 +24,7 @@ import inspect
 import logging
 import math
 import os
+import pkgutil
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -163,7 +164,7 @@ def register() -> None:
     hooked = []
     for path, method in HOOKS.items():
         file, owner, name = path.split(".")
-        methods = vars(getattr(importlib.import_module(f"{_ROPE}.{file}"), owner, object))
+        methods = vars(getattr(pkgutil.resolve_name(f"{_ROPE}.{file}:"), owner, object))
         original = methods.get(name)
         names = tuple(inspect.signature(original).parameters) if original else None
         if names == method.parameters:

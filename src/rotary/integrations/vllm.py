@@ -32,7 +32,7 @@ import logging
 import os
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -61,6 +61,16 @@ _replaced: dict[type, type] = {}  # a class of vLLM -> its replacement
 FEW = 512  # the most tokens of a call that is prepared, and the most prepared calls per embedding
 
 Results = tuple[Tensor, Tensor | None]
+
+
+class RotateOptions(TypedDict):
+    """Options of `rotary.rotate`."""
+
+    layout: str
+    rotary_dim: int
+    start: int
+    seq_dim: int
+    conjugate: bool
 
 
 class Family(NamedTuple):
@@ -283,7 +293,7 @@ def _rotated(
         except ValueError:  # not the strides or dtypes of the prepared call, or no row of the table
             del tables.steps[form]
             return _rotated(rope, family, positions, query, key, offsets, inverse)
-    options: dict[str, Any] = {
+    options: RotateOptions = {
         "layout": "half" if getattr(rope, "is_neox_style", True) else "interleaved",
         "rotary_dim": rope.rotary_dim,
         "start": head - rope.rotary_dim if family.is_at_the_end else 0,

@@ -138,7 +138,9 @@ def geometry_of(
     return Geometry(start, pairs, layout, out_layout, dims, conjugate)
 
 
-def geometry_of_arrays(xs: Sequence[Any], table: Any, rows: Any, options: Options) -> Geometry:
+def geometry_of_arrays(
+    xs: Sequence[Table], table: Table, rows: Table | None, options: Options
+) -> Geometry:
     """Return `geometry_of` the shapes of arrays of any library; `rows` may be None."""
     shapes = tuple([tuple(x.shape) for x in xs])
     return geometry_of(

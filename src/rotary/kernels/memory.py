@@ -5,7 +5,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,9 +154,11 @@ def extent(block: Block) -> tuple[int, int]:
     return sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + SIZES[block.dtype]
 
 
-def array_at(address: int, block: Block, kind: str, owner: object = None) -> npt.NDArray[Any]:
+def array_at(
+    address: int, block: Block, kind: str, owner: object = None
+) -> npt.NDArray[np.generic]:
     """Return the memory of a block as an array of a NumPy type; `owner` keeps the memory alive."""
     low, high = extent(block)
-    memory: Any = (ctypes.c_char * (high - low)).from_address(address + low)
-    memory.owner = owner
-    return np.ndarray(block.shape, kind, memory, -low, block.strides)
+    memory = (ctypes.c_char * (high - low)).from_address(address + low)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return np.ndarray(block.shape, kind, memoryview(memory), -low, block.strides)

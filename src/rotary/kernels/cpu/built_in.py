@@ -67,12 +67,7 @@ def built_in(function: FunctionType) -> Callable[[object], Callable[..., Any]]:
     at = c_function(function, types.intp(types.intp, types.intp, types.intp))
     method = _Method(function.__name__.encode(), at, _METH_FASTCALL, None)
     _alive.append(method)
-
-    def bound_to(own: object) -> Callable[..., Any]:
-        result: Callable[..., Any] = _new_function(ctypes.byref(method), own, None)
-        return result
-
-    return bound_to
+    return lambda own: _new_function(ctypes.byref(method), own, None)
 
 
 def _data_address(own: int, arguments: int, count: int) -> int:
