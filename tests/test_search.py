@@ -336,7 +336,7 @@ def test_a_scan_that_stops_where_its_list_is_full_goes_on_with_the_next_distance
 def test_every_public_function_is_a_name_of_the_package():
     files = ("bounds", "decay", "extension", "precision", "search", "simulate", "spectrum")
     among_themselves = {"angles_at", "check_size", "checked_distances", "number", "round_to"}
-    among_themselves |= {"whole_number", "whole_numbers"}
+    among_themselves |= {"row_blocks", "whole_number", "whole_numbers"}
     among_themselves.add("option_rows")  # of the command and the page
     for file in files:
         module = importlib.import_module(f"rotary.analysis.{file}")
