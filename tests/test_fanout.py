@@ -374,12 +374,15 @@ def test_a_sweep_ends_with_the_same_bits_when_a_worker_is_killed(
     assert any(name.startswith("axial 0.03 seed 0.") and "unfinished" in name for name in left)
     assert rows == one_by_one
     assert len({json.dumps(row["run"]) for row in rows}) == len(rows) >= 6
-    assert os.listdir(tmp_path / "out" / "checkpoints") == []
+    # Dask repeats a run whose worker dies before its result is dropped: others may leave one
+    checkpoints = os.listdir(tmp_path / "out" / "checkpoints")
+    assert not any(name.startswith("axial 0.03 seed 0.") for name in checkpoints)
 
 
 def test_what_is_done_is_not_sent(tmp_path, one_by_one, monkeypatch, one_thread):
     with ThreadPoolExecutor(2) as threads:
         assert swept(tmp_path, monkeypatch, threads) == one_by_one
+    assert os.listdir(tmp_path / "checkpoints") == []
     before = (tmp_path / "results.jsonl").read_bytes()
     swept(tmp_path, monkeypatch, executor=ThreadPoolExecutor)  # a class takes no job
     assert (tmp_path / "results.jsonl").read_bytes() == before
