@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run tests on ARM64 under QEMU's emulation:  tools/arm64.sh tests/test_kernels.py -k numpy
+# Run tests on ARM64 under QEMU's emulation:  tools/arm64.sh tests/test_bits.py
 #
 # Needs Debian 12 with qemu-user-static, and .venv (make locked). The first run downloads Python,
 # NumPy and Numba for ARM64 into build/arm64 (200 MB). Torch and JAX stay absent, and tests that
@@ -15,8 +15,8 @@ if [ ! -e "$root/ready" ]; then
          -o Dir::Cache=$root -o APT::Sandbox::User=root"
     apt-get $arm -q update
     (cd "$root/packages" && apt-get $arm -q download python3.11{,-minimal} \
-        libpython3.11-{minimal,stdlib} libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1 libssl3 libffi8 \
-        libbz2-1.0 liblzma5 libsqlite3-0 libuuid1)
+        libpython3.11-{minimal,stdlib} libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libexpat1 \
+        libssl3 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1)
     for package in "$root"/packages/*.deb; do dpkg -x "$package" "$root/system"; done
     .venv/bin/python -m pip download -q -d "$root/wheels" --only-binary=:all: --python-version 3.11 \
         --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
