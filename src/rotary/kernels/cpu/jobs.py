@@ -216,9 +216,8 @@ def _small_job(
     if angles is not None:
         form["angles"] = angles[0].buffer_info()[0]
     form["is_long"] = size >= _LONG_BYTES
-    return built_in.built_in(loop)(
-        (address(form), form, angles)
-    )  # the job keeps the last two alive
+    own = address(form), form, angles  # the job keeps the last two alive
+    return built_in.built_in(loop)(own)
 
 
 def _large_job(size: int, form: Array) -> Job:
